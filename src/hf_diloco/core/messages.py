@@ -1,0 +1,279 @@
+"""What learners and syncer tell each other.
+
+Each message is a frozen dataclass; :func:`to_wire` turns it into JSON-able values and :func:`from_wire`
+checks every field on the way back, since the sender may be anybody who holds the token. Some messages travel
+with a payload (one uint8 tensor); their docstring says what is in it. Within a direction, messages with a
+payload (an empty one counts) keep their order; those without may overtake them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hf_diloco.errors import MessageError
+
+
+class Version(NamedTuple):
+    """A value of one fragment: which syncer incarnation made it, at which outer step."""
+
+    incarnation: int
+    outer_step: int
+
+
+class RoundId(NamedTuple):
+    """One round: the syncer incarnation that opened it and its number there."""
+
+    incarnation: int
+    number: int
+
+
+# ---------------------------------------------------------------------------------------------- learner -> syncer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """The first message on every new link."""
+
+    incarnation: str  # one per learner process and run; a lost link keeps it
+    host: str  # where the learner runs, and its pid, for messages to people
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]  # canonical name and shape of each trainable tensor
+    averaged: tuple[str, ...]  # those of them that are merged by plain average (embeddings)
+    constants_digest: str  # frozen parameters and persistent buffers, hashed
+    total_steps: int | None  # what this learner's training script says; None: whatever the syncer says
+    num_shards: int | None  # over how many shards its data set is split; None: not split by us
+    library_version: str  # hf_diloco.__version__
+    torch_version: str
+    global_step: int  # g of this learner in this run; 0 for a new process
+    held: tuple[Version, ...]  # version of each fragment it holds; empty for a new process
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupplyFragment:
+    """One fragment's initial value. Payload: fp32."""
+
+    fragment_index: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupplyConstant:
+    """One frozen parameter or persistent buffer. Payload: its bytes."""
+
+    name: str
+    dtype: str  # as in "float32"
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupplyFile:
+    """One file that belongs beside the weights: config.json, tokenizer files. Payload: its bytes."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supplied:
+    """All initial values, constants and files have been sent. Payload: empty (it keeps its place in the order)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a learner is; sent at most some tens of times a second."""
+
+    global_step: int  # g
+    steps: int  # inner steps done by this process
+    tokens: int  # tokens trained by this process
+    step_seconds: float  # its usual time for an inner step
+    loss: float | None = None  # the last training loss it logged
+    finished: bool = False  # it has reached total_steps, or was told to stop, and waits for the final values
+    data_digest: str | None = None  # hash of its first batches, to find learners that read the same data
+    tokens_overwritten: int = 0  # tokens of local progress that were overwritten, mean over the fragments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """A learner's answer to :class:`Ask`. Payload: the encoded ``anchor - value``; empty if ``steps`` is 0."""
+
+    round: RoundId
+    fragment_index: int
+    update_id: str  # learner incarnation and round: the same update, sent again, has the same id
+    steps: int  # inner steps in this update: those not merged before
+    tokens: int
+    anchor: Version  # what the difference was taken from
+    wire_format: str
+    held_seconds: float  # from the arrival of the ask to the step boundary that answered it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """A publication is in the learner's model."""
+
+    fragment_index: int
+    version: Version
+    digest: str  # computed by the learner, from what it holds
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedFull:
+    """A publication did not fit what the learner holds (or its digest was wrong): send the full value."""
+
+    fragment_index: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodbye:
+    """The learner takes leave for good. Payload: empty (it keeps its place in the order)."""
+
+    reason: str
+
+
+# ---------------------------------------------------------------------------------------------- syncer -> learner
+
+
+@dataclass(frozen=True, kw_only=True)
+class Welcome:
+    """The learner is let in."""
+
+    incarnation: int  # of the syncer
+    num_fragments: int  # P
+    sync_every: int  # H
+    outer_step: int  # t
+    total_steps: int
+    on_arrival: str  # "carry" or "overwrite"
+    local_mix: float  # alpha
+    wire_format: str
+    averaged: tuple[str, ...]
+    outer_lr: float
+    outer_momentum: float
+    supply: bool  # the syncer has no parameters yet: send yours
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """The learner is not let in."""
+
+    reason: str  # what differs, and what to do
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Enough learners are healed: train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """Send your update of this fragment at your next step boundary."""
+
+    round: RoundId
+    fragment_index: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundClosed:
+    """The round takes no more updates: an unanswered ask is void, an update that came late was not merged."""
+
+    round: RoundId
+    fragment_index: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """A new value of one fragment. Payload: encoded difference to ``base``, or the full fp32 value."""
+
+    fragment_index: int
+    version: Version
+    base: Version | None  # None: the payload is the full value
+    wire_format: str
+    digest: str  # of the value after applying
+    merged_update: str | None  # id of this learner's last update merged into this fragment
+    closed_round: RoundId | None  # newest closed round of this fragment: an older unmerged update never will be
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Stop training at your next step boundary and wait for the final values."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Released:
+    """The final values are on disk and you hold them: done."""
+
+    outer_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice:
+    """Something the user of this learner should read; shown as a warning."""
+
+    text: str
+
+
+Message = (
+    Hello | SupplyFragment | SupplyConstant | SupplyFile | Supplied | Progress | Update | Applied | NeedFull | Goodbye
+    | Welcome | Refused | Start | Ask | RoundClosed | Publication | Stop | Released | Notice
+)  # fmt: skip
+
+_KINDS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(Message)}
+_HINTS: dict[str, dict[str, Any]] = {name: typing.get_type_hints(kind) for name, kind in _KINDS.items()}
+
+
+def to_wire(message: Message) -> dict[str, Any]:
+    """The message as JSON-able values; ``{"kind": class name, field: value, ...}``."""
+    fields = {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
+    return {"kind": type(message).__name__, **fields}
+
+
+def from_wire(values: Any) -> Message:
+    """The message that :func:`to_wire` described.
+
+    Raises:
+        MessageError: the kind is unknown, a field is missing, unknown or of the wrong type, a number is not finite.
+    """
+    if not isinstance(values, dict) or values.get("kind") not in _KINDS:
+        kind = values.get("kind") if isinstance(values, dict) else type(values).__name__
+        raise MessageError(f"unknown message {str(kind)[:40]!r}; are both sides the same version of hf-diloco?")
+    kind = values["kind"]
+    given = {name: value for name, value in values.items() if name != "kind"}
+    hints = _HINTS[kind]
+    if unknown := given.keys() - hints.keys():
+        raise MessageError(f"{kind} has no field {sorted(unknown)[0]!r}")
+    try:
+        checked = {name: _check(value, hints[name], f"{kind}.{name}") for name, value in given.items()}
+        return _KINDS[kind](**checked)  # type: ignore[no-any-return]
+    except TypeError as error:  # a field without default is missing
+        raise MessageError(f"{kind}: {error}") from None
+
+
+def _check(value: Any, hint: Any, where: str) -> Any:
+    """``value`` if it fits the annotation; JSON's lists become the tuples (or named tuples) that it asks for."""
+    origin = typing.get_origin(hint)
+    if origin is types.UnionType or origin is typing.Union:
+        if value is None and type(None) in typing.get_args(hint):
+            return None
+        (hint,) = (option for option in typing.get_args(hint) if option is not type(None))
+        return _check(value, hint, where)
+    if origin is tuple:
+        items = typing.get_args(hint)
+        if isinstance(value, list | tuple):
+            if items[-1] is Ellipsis:
+                return tuple(_check(item, items[0], where) for item in value)
+            if len(value) == len(items):
+                return tuple(_check(item, kind, where) for item, kind in zip(value, items, strict=True))
+    elif hint in (Version, RoundId):
+        if isinstance(value, list | tuple) and len(value) == 2:
+            return hint(*(_check(item, int, where) for item in value))
+    elif hint is float:
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    elif hint is int:
+        if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**62:
+            return value
+    elif isinstance(value, hint):
+        return value
+    raise MessageError(f"{where} must be {getattr(hint, '__name__', hint)}, got {str(value)[:40]!r}")

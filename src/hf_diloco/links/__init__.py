@@ -1,0 +1,1 @@
+"""The outside world: how messages and fragments get from a learner to the syncer and back."""
