@@ -189,7 +189,7 @@ class Publication:
     base: Version | None  # None: the payload is the full value
     wire_format: str
     digest: str  # of the value after applying
-    merged_update: str | None  # id of this learner's last update merged into this fragment
+    merged_updates: tuple[tuple[int, str], ...]  # by learner_id: its last update merged into this fragment
     closed_round: RoundId | None  # newest closed round of this fragment: an older unmerged update never will be
 
 

@@ -1,0 +1,101 @@
+"""What the syncer knows of one learner, and of one round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hf_diloco.core.messages import RoundId, Version
+from hf_diloco.core.pace import Average
+
+IDLE_SECONDS = 30.0  # no inner step for this long ...
+IDLE_STEPS = 10  # ... or for this many of its usual steps, whichever is longer: not waited for
+
+
+@dataclass
+class HeldFragment:
+    """What one learner holds of one fragment."""
+
+    version: Version | None = None  # the last one it applied
+    in_flight: Version | None = None  # sent to it and not yet acknowledged
+    merged_update: str | None = None  # id of its last update that was merged ...
+    merged_version: Version | None = None  # ... and the version that this made
+
+
+@dataclass
+class Member:
+    """One learner, from its first Hello on."""
+
+    learner_id: int
+    incarnation: str
+    fragments: list[HeldFragment]
+    linked: bool = True
+    left: bool = False  # took leave for good
+    absent_since: float = 0.0  # when it was last seen to go, if not linked
+    training: bool = False  # the start gate was opened for it
+    stop_sent: bool = False
+    finished: bool = False  # waits for the final values
+    released: bool = False
+    released_at: float = 0.0
+    global_step: int = 0
+    steps: int = 0
+    step_seconds: float = 1.0
+    progressed_at: float | None = None  # when it last reported a new inner step
+    return_trip_seconds: Average = field(default_factory=Average)
+
+    @property
+    def healed(self) -> bool:
+        """It holds some value of every fragment."""
+        return all(held.version is not None for held in self.fragments)
+
+    def idle_at(self) -> float | None:
+        """When it will count as idle if it makes no step before; None if it never will, or never made one."""
+        if self.finished or self.progressed_at is None:
+            return None
+        return self.progressed_at + max(IDLE_SECONDS, IDLE_STEPS * self.step_seconds)
+
+    def present(self, now: float) -> bool:
+        """Linked, healed and making progress (or finished and waiting): counted, asked, waited for."""
+        if not (self.linked and self.healed and self.training) or self.released:
+            return False
+        idle_at = self.idle_at()
+        return self.finished or (idle_at is not None and now < idle_at)
+
+    def may_be_asked(self, fragment_index: int) -> bool:
+        """It has applied every version of this fragment that merged it."""
+        held = self.fragments[fragment_index]
+        return held.merged_version is None or (held.version is not None and held.version >= held.merged_version)
+
+    def state(self, now: float) -> str:
+        """One word for people: joining, training, idle, finished, absent or left."""
+        if self.left:
+            return "left"
+        if not self.linked:
+            return "absent"
+        if not (self.healed and self.training):
+            return "joining"
+        if self.finished:
+            return "finished"
+        idle_at = self.idle_at()
+        return "idle" if idle_at is not None and now >= idle_at else "training"
+
+
+@dataclass
+class OpenRound:
+    """One round, from its opening to the end of its merge."""
+
+    id: RoundId
+    fragment_index: int
+    outer_step: int  # of the version that it will make
+    opened_at: float
+    final: bool  # the last one of its fragment: waits for everybody who is present
+    asked_at: dict[int, float] = field(default_factory=dict)
+    answered: set[int] = field(default_factory=set)
+    participants: list[tuple[int, str]] = field(default_factory=list)
+    quorum_at: float | None = None
+    grace_seconds: float = 0.0
+    closed_at: float | None = None
+
+    @property
+    def collecting(self) -> bool:
+        """It still takes updates."""
+        return self.closed_at is None

@@ -1,0 +1,465 @@
+"""The protocol as a state machine: events in, actions out, time an argument (paper Algorithm 2).
+
+``Rounds`` decides who is asked for which fragment, when a round closes, who was merged, what each learner is sent
+and when the run is over. It does no I/O and never blocks: the syncer, the in-process tests and the simulator all
+drive this object.
+
+After every event, everything that depends on it or on the time is worked out anew (``_settle``), so that no order
+of events, and no lost one, can leave something waiting that should not. An event that makes no sense (an unknown
+learner, an answer to a round long closed) changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hf_diloco.core import events as ev
+from hf_diloco.core.members import HeldFragment, Member, OpenRound
+from hf_diloco.core.messages import RoundId, Version
+from hf_diloco.core.pace import Pace, RoundsConfig, grace_seconds
+
+__all__ = ["Rounds", "RoundsConfig", "grace_seconds"]
+
+_MOST_IN_FLIGHT_WHILE_JOINING = 4  # full fragments on their way to one newcomer
+
+
+class Rounds:
+    """The syncer's mind.
+
+    Args:
+        config: the run's settings, ``num_fragments`` being what the model really has.
+        incarnation: of this syncer process; versions and rounds carry it.
+        has_values: False if the first learner must supply the initial values.
+        outer_step: t to begin with.
+    """
+
+    def __init__(
+        self, config: RoundsConfig, *, incarnation: int = 1, has_values: bool = False, outer_step: int = 0
+    ) -> None:
+        self.config = config
+        self.incarnation = incarnation
+        self.outer_step = outer_step
+        self.phase = "training"  # "training", "draining" (last rounds), "saving", "finished"
+        self.started = False
+        self.members: dict[int, Member] = {}
+        self.current = [Version(incarnation, outer_step) for _ in range(config.num_fragments)]
+        self.open_rounds: dict[int, OpenRound] = {}  # by fragment
+        self._previous: list[Version | None] = [None] * config.num_fragments
+        self._closed_rounds: list[RoundId | None] = [None] * config.num_fragments
+        self._closed_at = [0.0] * config.num_fragments  # when the round that made the current version closed
+        self._due: dict[int, int] = {}  # fragment -> outer step of its next version, oldest first
+        self._has_values = has_values
+        self._supplier: int | None = None
+        self._first_healed_at: float | None = None
+        self._finish_at: float | None = None  # when those who still train are told to stop
+        self._num_rounds = 0
+        self._pace = Pace(config)
+        self._actions: list[ev.Action] = []
+
+    # ------------------------------------------------------------------------------------------------ what to ask
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
+        """Take one event in; the actions that follow from it, the last one a :class:`WaitUntil`.
+
+        Args:
+            event: what happened.
+            now: seconds on any clock that does not go back.
+        """
+        self._actions = []
+        handler: Callable[[ev.Event, float], None] | None = getattr(self, f"_on_{type(event).__name__.lower()}", None)
+        if handler:
+            handler(event, now)
+        self._settle(now)
+        actions, self._actions = self._actions, []
+        return [*actions, ev.WaitUntil(time=self._next_deadline(now))]
+
+    def present(self, now: float) -> list[Member]:
+        """Learners that are counted, asked and waited for."""
+        return [member for member in self.members.values() if member.present(now)]
+
+    @property
+    def effective_sync_every(self) -> float:
+        """Outer steps that really lie between two merges of one fragment: H, or more if the network cannot keep up."""
+        return max(self._pace.steps_between_merges.get(float(self.config.sync_every)), 1.0)
+
+    def done(self, now: float) -> bool:
+        """The final values are saved, and every learner has them, took leave, or is away for too long."""
+        if self.phase != "finished":
+            return False
+        timeout = self.config.link_timeout_seconds
+        return all(
+            member.left
+            or (member.released and now - member.released_at >= timeout)
+            or (not member.linked and (member.released or now - member.absent_since >= timeout))
+            for member in self.members.values()
+        )
+
+    # ------------------------------------------------------------------------------------------- events, one by one
+
+    def _on_joined(self, event: ev.Joined, now: float) -> None:
+        member = self.members.get(event.learner_id)
+        if member is None or member.incarnation != event.incarnation or member.left:
+            fragments = [HeldFragment() for _ in self.current]
+            member = Member(event.learner_id, event.incarnation, fragments)
+            self.members[event.learner_id] = member
+        if len(event.held) == len(self.current):
+            for held, version in zip(member.fragments, event.held, strict=True):
+                held.version = version if version.incarnation > 0 else None
+        for held in member.fragments:
+            held.in_flight = None
+        self._forget_asks(member)
+        member.linked, member.stop_sent, member.released = True, False, False
+        member.global_step = max(member.global_step, event.global_step)
+        if member.training:
+            self._actions.append(ev.StartTraining(learner_id=member.learner_id))
+
+    def _on_left(self, event: ev.Left, now: float) -> None:
+        if (member := self.members.get(event.learner_id)) is None:
+            return
+        if member.linked:
+            member.absent_since = now
+        member.linked, member.left = False, member.left or event.for_good
+        self._forget_asks(member)
+        if self._supplier == event.learner_id:
+            self._supplier = None
+
+    def _forget_asks(self, member: Member) -> None:
+        """What was on its way on the old link is lost: ask again on the next one, unless the answer is here."""
+        for round in self.open_rounds.values():
+            if member.learner_id not in round.answered:
+                round.asked_at.pop(member.learner_id, None)
+
+    def _on_valuessupplied(self, event: ev.ValuesSupplied, now: float) -> None:
+        if event.learner_id == self._supplier:
+            self._has_values, self._supplier = True, None
+
+    def _on_reported(self, event: ev.Reported, now: float) -> None:
+        member = self.members.get(event.learner_id)
+        if member is None or not member.linked:
+            return
+        member.global_step = max(member.global_step, event.global_step)
+        if event.step_seconds > 0:
+            member.step_seconds = event.step_seconds
+        if event.steps > member.steps:
+            member.steps, member.progressed_at = event.steps, now
+        member.finished = member.finished or event.finished
+
+    def _on_answered(self, event: ev.Answered, now: float) -> None:
+        member = self.members.get(event.learner_id)
+        if member is None or not 0 <= event.fragment_index < len(self.current):
+            return
+        if member.fragments[event.fragment_index].merged_update == event.update_id:
+            return  # sent twice, and merged: the publication tells
+        round = self.open_rounds.get(event.fragment_index)
+        if round is None or round.id != event.round or not round.collecting:
+            self._reject(event, "it came after the round had closed")
+            return
+        if event.learner_id in round.answered:
+            return  # sent twice, and in the round
+        if event.learner_id not in round.asked_at:
+            self._reject(event, "it was not asked for")
+            return
+        trip_seconds = now - round.asked_at[event.learner_id] - event.held_seconds
+        member.return_trip_seconds.add(trip_seconds)
+        round.answered.add(event.learner_id)
+        if event.refused:
+            self._reject(event, "it must not be merged")
+        elif event.steps > 0 and event.weight > 0:
+            self._take_update(event, round)
+
+    def _take_update(self, event: ev.Answered, round: OpenRound) -> None:
+        current = self.current[event.fragment_index]
+        stale = event.anchor != current
+        if self.config.on_arrival == "overwrite" and stale and event.anchor != self._previous[event.fragment_index]:
+            self._reject(event, "it starts from a value too old")
+            self.members[event.learner_id].fragments[event.fragment_index] = HeldFragment()
+            return
+        round.participants.append((event.learner_id, event.update_id))
+        self._actions.append(
+            ev.AcceptUpdate(learner_id=event.learner_id, round=round.id, weight=event.weight, stale_anchor=stale)
+        )
+
+    def _reject(self, event: ev.Answered, reason: str) -> None:
+        self._actions.append(
+            ev.RejectUpdate(
+                learner_id=event.learner_id, round=event.round, fragment_index=event.fragment_index, reason=reason
+            )
+        )
+
+    def _on_merged(self, event: ev.Merged, now: float) -> None:
+        for fragment_index, round in list(self.open_rounds.items()):
+            if round.id == event.round and not round.collecting:
+                previous = self.current[fragment_index]
+                self._previous[fragment_index] = previous
+                self.current[fragment_index] = Version(self.incarnation, round.outer_step)
+                self._closed_at[fragment_index] = round.closed_at or now
+                self._pace.round_seconds.add(now - round.opened_at)
+                if previous.outer_step > 0:
+                    self._pace.steps_between_merges.add(round.outer_step - previous.outer_step)
+                del self.open_rounds[fragment_index]
+
+    def _on_acknowledged(self, event: ev.Acknowledged, now: float) -> None:
+        member = self.members.get(event.learner_id)
+        if member is None or not 0 <= event.fragment_index < len(self.current):
+            return
+        held = member.fragments[event.fragment_index]
+        if held.in_flight == event.version:
+            held.in_flight = None
+            held.version = event.version
+            if event.version == self.current[event.fragment_index] and member.progressed_at is not None:
+                self._pace.sync_seconds.add(now - self._closed_at[event.fragment_index])
+
+    def _on_fullneeded(self, event: ev.FullNeeded, now: float) -> None:
+        member = self.members.get(event.learner_id)
+        if member is not None and 0 <= event.fragment_index < len(self.current):
+            held = member.fragments[event.fragment_index]
+            held.version = held.in_flight = None
+
+    def _on_saved(self, event: ev.Saved, now: float) -> None:
+        if self.phase == "saving":
+            self.phase = "finished"
+
+    # ---------------------------------------------------------------------------------------- what follows from it
+
+    def _settle(self, now: float) -> None:
+        self._request_values()
+        self._open_start_gate(now)
+        self._advance_clock(now)
+        self._finish(now)
+        self._close_rounds(now)
+        self._open_due_rounds(now)
+        self._ask_more(now)
+        self._publish()
+        self._release(now)
+
+    def _request_values(self) -> None:
+        if self._has_values or self._supplier is not None:
+            return
+        linked = [member.learner_id for member in self.members.values() if member.linked]
+        if linked:
+            self._supplier = min(linked)
+            self._actions.append(ev.RequestValues(learner_id=self._supplier))
+
+    def _open_start_gate(self, now: float) -> None:
+        healed = [member for member in self.members.values() if member.linked and member.healed]
+        if healed and self._first_healed_at is None:
+            self._first_healed_at = now
+        if not self.started and self._first_healed_at is not None and healed:
+            late = now >= self._first_healed_at + self.config.start_timeout_seconds
+            self.started = len(healed) >= self.config.expected_learners or late
+        if self.started and self.phase == "training":
+            for member in healed:
+                if not member.training:
+                    member.training = True
+                    self._actions.append(ev.StartTraining(learner_id=member.learner_id))
+
+    def _advance_clock(self, now: float) -> None:
+        steps = sorted((member.global_step for member in self.present(now)), reverse=True)
+        if not steps or self.phase != "training":
+            return
+        old, new = self.outer_step, steps[min(self.config.min_quorum, len(steps)) - 1]
+        every, fragments = self.config.sync_every, self.config.num_fragments
+        for step in range(max(old + 1, new - every + 1), new + 1):
+            for fragment_index in range(fragments):
+                if step % every == fragment_index * every // fragments:
+                    self._due[fragment_index] = step  # if it is queued already, it keeps its place
+        self.outer_step = max(old, new)
+
+    def _close_rounds(self, now: float) -> None:
+        for round in list(self.open_rounds.values()):
+            if not round.collecting:
+                continue
+            present = {member.learner_id for member in self.present(now)}
+            expected = present if round.final else present & round.asked_at.keys()
+            waiting = expected - round.answered
+            if waiting and not round.final:
+                needed = min(self.config.min_quorum, len(expected))
+                if round.quorum_at is None and len(round.participants) >= max(needed, 1):
+                    round.quorum_at = now
+                    round.grace_seconds = self._grace(waiting, now)
+                    self._pace.quorum_seconds.add(now - round.opened_at)
+                if round.quorum_at is None or now < round.quorum_at + round.grace_seconds:
+                    continue
+            elif waiting:
+                continue
+            self._close(round, now)
+
+    def _grace(self, waiting: set[int], now: float) -> float:
+        members = [self.members[learner_id] for learner_id in waiting]
+        slowest = max(member.step_seconds + member.return_trip_seconds.get(member.step_seconds) for member in members)
+        return self._pace.grace_seconds(step_seconds=self._pace_seconds(now), slowest_seconds=slowest)
+
+    def _close(self, round: OpenRound, now: float) -> None:
+        fragment_index = round.fragment_index
+        round.closed_at = now
+        self._closed_rounds[fragment_index] = round.id
+        unanswered = tuple(sorted(self._linked(round.asked_at.keys() - round.answered)))
+        if unanswered:
+            self._actions.append(ev.CloseRound(learner_ids=unanswered, round=round.id, fragment_index=fragment_index))
+        if not round.participants:
+            del self.open_rounds[fragment_index]
+            self._actions.append(ev.DiscardRound(round=round.id, fragment_index=fragment_index))
+            return
+        quorum_at = round.quorum_at if round.quorum_at is not None else now
+        if round.quorum_at is None:
+            self._pace.quorum_seconds.add(now - round.opened_at)
+        version = Version(self.incarnation, round.outer_step)
+        for learner_id, update_id in round.participants:
+            held = self.members[learner_id].fragments[fragment_index]
+            held.merged_update, held.merged_version = update_id, version
+        self._actions.append(
+            ev.MergeRound(
+                round=round.id,
+                fragment_index=fragment_index,
+                version=version,
+                participants=tuple(round.participants),
+                num_asked=len(round.asked_at),
+                quorum_seconds=quorum_at - round.opened_at,
+                grace_seconds=now - quorum_at,
+            )
+        )
+
+    def _open_due_rounds(self, now: float) -> None:
+        if self.phase not in ("training", "draining"):
+            return
+        final = self.phase == "draining"
+        limit = self._pace.most_open_rounds(self._pace_seconds(now))
+        for fragment_index, outer_step in list(self._due.items()):
+            if len(self.open_rounds) >= limit:
+                return
+            if fragment_index in self.open_rounds:
+                continue
+            present = self.present(now)
+            if final and not present:
+                del self._due[fragment_index]  # nobody is left who could have something to merge
+            elif final or any(member.may_be_asked(fragment_index) for member in present):
+                del self._due[fragment_index]
+                self._num_rounds += 1
+                round_id = RoundId(self.incarnation, self._num_rounds)
+                outer_step = max(outer_step, self.current[fragment_index].outer_step + 1)
+                self.open_rounds[fragment_index] = OpenRound(round_id, fragment_index, outer_step, now, final)
+
+    def _ask_more(self, now: float) -> None:
+        for round in self.open_rounds.values():
+            if not round.collecting:
+                continue
+            learner_ids = tuple(
+                member.learner_id
+                for member in self.present(now)
+                if member.learner_id not in round.asked_at
+                and member.learner_id not in round.answered
+                and member.may_be_asked(round.fragment_index)
+            )
+            if learner_ids:
+                round.asked_at.update(dict.fromkeys(learner_ids, now))
+                self._actions.append(
+                    ev.AskUpdates(learner_ids=learner_ids, round=round.id, fragment_index=round.fragment_index)
+                )
+
+    def _publish(self) -> None:
+        if not self._has_values:
+            return
+        for fragment_index, current in enumerate(self.current):
+            by_base: dict[Version | None, list[int]] = {}
+            for member in self.members.values():
+                held = member.fragments[fragment_index]
+                if not member.linked or held.in_flight is not None or held.version == current:
+                    continue
+                if not member.healed and self._num_in_flight(member) >= _MOST_IN_FLIGHT_WHILE_JOINING:
+                    continue
+                fits = held.version is not None and held.version == self._previous[fragment_index]
+                by_base.setdefault(held.version if fits else None, []).append(member.learner_id)
+                held.in_flight = current
+            for base, learner_ids in by_base.items():
+                self._publish_to(tuple(learner_ids), fragment_index, base)
+
+    def _publish_to(self, learner_ids: tuple[int, ...], fragment_index: int, base: Version | None) -> None:
+        merged = ((learner_id, self.members[learner_id].fragments[fragment_index]) for learner_id in learner_ids)
+        self._actions.append(
+            ev.Publish(
+                learner_ids=learner_ids,
+                fragment_index=fragment_index,
+                version=self.current[fragment_index],
+                base=base,
+                merged_updates=tuple((who, held.merged_update) for who, held in merged if held.merged_update),
+                closed_round=self._closed_rounds[fragment_index],
+            )
+        )
+
+    # --------------------------------------------------------------------------------------------------- finishing
+
+    def _finish(self, now: float) -> None:
+        self._stop_stragglers(now)
+        if self.phase == "training":
+            if self._all_finished(now):
+                self.phase = "draining"
+                self.outer_step += 1
+                self._due = dict.fromkeys(range(self.config.num_fragments), self.outer_step)
+        elif self.phase == "draining" and not self._due and not self.open_rounds:
+            self.phase = "saving"
+            self._actions.append(ev.SaveFinal())
+
+    def _stop_stragglers(self, now: float) -> None:
+        if self._finish_at is None and any(member.finished for member in self.present(now)):
+            self._finish_at = now + self.config.finish_wait_seconds
+        if self.phase != "training" or (self._finish_at is not None and now >= self._finish_at):
+            for member in self.members.values():
+                if member.linked and member.training and not member.finished and not member.stop_sent:
+                    member.stop_sent = True
+                    self._actions.append(ev.StopTraining(learner_id=member.learner_id))
+
+    def _all_finished(self, now: float) -> bool:
+        """Everybody who is here waits for the final values; who is away has been so for too long, or took leave."""
+        if not self.started or not self.members:
+            return False
+        present = self.present(now)
+        if any(self._may_return(member, now) for member in self.members.values()):
+            return False
+        if all(member.left for member in self.members.values()):
+            return True
+        return bool(present) and all(member.finished for member in present)
+
+    def _may_return(self, member: Member, now: float) -> bool:
+        away = not member.linked and not member.left
+        return away and now < member.absent_since + self.config.link_timeout_seconds
+
+    def _release(self, now: float) -> None:
+        if self.phase != "finished":
+            return
+        for member in self.members.values():
+            versions = [held.version for held in member.fragments]
+            if member.linked and not member.released and versions == self.current:
+                member.released, member.released_at = True, now
+                self._actions.append(ev.Release(learner_id=member.learner_id))
+
+    # ------------------------------------------------------------------------------------------------------ helpers
+
+    def _linked(self, learner_ids: set[int]) -> set[int]:
+        return {learner_id for learner_id in learner_ids if self.members[learner_id].linked}
+
+    def _num_in_flight(self, member: Member) -> int:
+        return sum(held.in_flight is not None for held in member.fragments)
+
+    def _pace_seconds(self, now: float) -> float:
+        """Inner step time of the learner that sets the pace."""
+        present = sorted(self.present(now), key=lambda member: -member.global_step)
+        return present[min(self.config.min_quorum, len(present)) - 1].step_seconds if present else 1.0
+
+    def _next_deadline(self, now: float) -> float | None:
+        deadlines = [
+            round.quorum_at + round.grace_seconds
+            for round in self.open_rounds.values()
+            if round.collecting and round.quorum_at is not None
+        ]
+        if not self.started and self._first_healed_at is not None:
+            deadlines.append(self._first_healed_at + self.config.start_timeout_seconds)
+        if self._finish_at is not None and self.phase == "training":
+            deadlines.append(self._finish_at)
+        for member in self.members.values():
+            if (idle_at := member.idle_at()) is not None and member.linked:
+                deadlines.append(idle_at)
+            if not member.linked and not member.left:
+                deadlines.append(member.absent_since + self.config.link_timeout_seconds)
+            if member.released and not member.left:
+                deadlines.append(member.released_at + self.config.link_timeout_seconds)
+        return min((deadline for deadline in deadlines if deadline > now), default=None)
