@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hf_diloco.core.messages import Message
@@ -53,6 +54,21 @@ class Received:
 
 
 LinkEvent = LinkUp | LinkDown | Received
+
+
+def check_payload(payload: Tensor | None) -> None:
+    """Payloads are uint8 CPU tensors of one dimension.
+
+    Raises:
+        TypeError: this one is not.
+    """
+    if payload is None:
+        return
+    if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.device.type != "cpu":
+        raise TypeError(
+            f"a payload is a uint8 CPU tensor of one dimension, not {payload.dtype} of shape {tuple(payload.shape)} "
+            f"on {payload.device}"
+        )
 
 
 class LearnerLink(Protocol):
