@@ -110,5 +110,7 @@ class Pace:
     def most_open_rounds(self, step_seconds: float) -> int:
         """As many as fragments fall due while one round lasts, at least tau; fewer would stretch H."""
         due_every_seconds = step_seconds * self._config.sync_every / self._config.num_fragments
-        wanted = math.ceil(self.round_seconds.get() / due_every_seconds) if due_every_seconds > 0 else 1
-        return min(max(wanted, self._config.overlap_steps), self._config.max_open_rounds)
+        most = self._config.max_open_rounds
+        if self.round_seconds.get() >= most * due_every_seconds:
+            return most
+        return min(max(math.ceil(self.round_seconds.get() / due_every_seconds), self._config.overlap_steps), most)

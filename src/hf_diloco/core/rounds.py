@@ -151,11 +151,11 @@ class Rounds:
         if member.fragments[event.fragment_index].merged_update == event.update_id:
             return  # sent twice, and merged: the publication tells
         round = self.open_rounds.get(event.fragment_index)
+        if round is not None and round.id == event.round and event.learner_id in round.answered:
+            return  # sent twice, and in the round, which may be closed and merging: a rejection would free it again
         if round is None or round.id != event.round or not round.collecting:
             self._reject(event, "it came after the round had closed")
             return
-        if event.learner_id in round.answered:
-            return  # sent twice, and in the round
         if event.learner_id not in round.asked_at:
             self._reject(event, "it was not asked for")
             return
@@ -172,7 +172,7 @@ class Rounds:
         stale = event.anchor != current
         if self.config.on_arrival == "overwrite" and stale and event.anchor != self._previous[event.fragment_index]:
             self._reject(event, "it starts from a value too old")
-            self.members[event.learner_id].fragments[event.fragment_index] = HeldFragment()
+            self.members[event.learner_id].fragments[event.fragment_index].full_needed = True
             return
         round.participants.append((event.learner_id, event.update_id))
         self._actions.append(
@@ -192,7 +192,13 @@ class Rounds:
                 previous = self.current[fragment_index]
                 self._previous[fragment_index] = previous
                 self.current[fragment_index] = Version(self.incarnation, round.outer_step)
-                self._closed_at[fragment_index] = round.closed_at or now
+                self._closed_at[fragment_index] = now if round.closed_at is None else round.closed_at
+                # Not at the closing: a publication of the previous value, sent while this merge ran, would say that
+                # these updates are in it, or that they never will be.
+                self._closed_rounds[fragment_index] = round.id
+                for learner_id, update_id in round.participants:
+                    held = self.members[learner_id].fragments[fragment_index]
+                    held.merged_update, held.merged_version = update_id, self.current[fragment_index]
                 self._pace.round_seconds.add(now - round.opened_at)
                 if previous.outer_step > 0:
                     self._pace.steps_between_merges.add(round.outer_step - previous.outer_step)
@@ -270,7 +276,7 @@ class Rounds:
             if not round.collecting:
                 continue
             present = {member.learner_id for member in self.present(now)}
-            expected = present if round.final else present & round.asked_at.keys()
+            expected = present | self._may_return(now) if round.final else present & round.asked_at.keys()
             waiting = expected - round.answered
             if waiting and not round.final:
                 needed = min(self.config.min_quorum, len(expected))
@@ -292,26 +298,22 @@ class Rounds:
     def _close(self, round: OpenRound, now: float) -> None:
         fragment_index = round.fragment_index
         round.closed_at = now
-        self._closed_rounds[fragment_index] = round.id
         unanswered = tuple(sorted(self._linked(round.asked_at.keys() - round.answered)))
         if unanswered:
             self._actions.append(ev.CloseRound(learner_ids=unanswered, round=round.id, fragment_index=fragment_index))
         if not round.participants:
+            self._closed_rounds[fragment_index] = round.id
             del self.open_rounds[fragment_index]
             self._actions.append(ev.DiscardRound(round=round.id, fragment_index=fragment_index))
             return
         quorum_at = round.quorum_at if round.quorum_at is not None else now
         if round.quorum_at is None:
             self._pace.quorum_seconds.add(now - round.opened_at)
-        version = Version(self.incarnation, round.outer_step)
-        for learner_id, update_id in round.participants:
-            held = self.members[learner_id].fragments[fragment_index]
-            held.merged_update, held.merged_version = update_id, version
         self._actions.append(
             ev.MergeRound(
                 round=round.id,
                 fragment_index=fragment_index,
-                version=version,
+                version=Version(self.incarnation, round.outer_step),
                 participants=tuple(round.participants),
                 num_asked=len(round.asked_at),
                 quorum_seconds=quorum_at - round.opened_at,
@@ -330,7 +332,7 @@ class Rounds:
             if fragment_index in self.open_rounds:
                 continue
             present = self.present(now)
-            if final and not present:
+            if final and not present and not self._may_return(now):
                 del self._due[fragment_index]  # nobody is left who could have something to merge
             elif final or any(member.may_be_asked(fragment_index) for member in present):
                 del self._due[fragment_index]
@@ -363,11 +365,13 @@ class Rounds:
             by_base: dict[Version | None, list[int]] = {}
             for member in self.members.values():
                 held = member.fragments[fragment_index]
-                if not member.linked or held.in_flight is not None or held.version == current:
+                up_to_date = held.version == current and not held.full_needed
+                if not member.linked or held.in_flight is not None or up_to_date:
                     continue
                 if not member.healed and self._num_in_flight(member) >= _MOST_IN_FLIGHT_WHILE_JOINING:
                     continue
                 fits = held.version is not None and held.version == self._previous[fragment_index]
+                fits, held.full_needed = fits and not held.full_needed, False
                 by_base.setdefault(held.version if fits else None, []).append(member.learner_id)
                 held.in_flight = current
             for base, learner_ids in by_base.items():
@@ -410,18 +414,25 @@ class Rounds:
 
     def _all_finished(self, now: float) -> bool:
         """Everybody who is here waits for the final values; who is away has been so for too long, or took leave."""
-        if not self.started or not self.members:
-            return False
-        present = self.present(now)
-        if any(self._may_return(member, now) for member in self.members.values()):
+        if not self.started or not self.members or self._may_return(now):
             return False
         if all(member.left for member in self.members.values()):
             return True
-        return bool(present) and all(member.finished for member in present)
+        if self._finish_at is None:  # nobody has finished: those who are away may still come back
+            return False
+        if now >= self._finish_at:
+            return all(member.finished for member in self.present(now))
+        training = [member for member in self.members.values() if member.linked and member.training]
+        return bool(training) and all(member.finished for member in training)  # also those who are idle for now
 
-    def _may_return(self, member: Member, now: float) -> bool:
-        away = not member.linked and not member.left
-        return away and now < member.absent_since + self.config.link_timeout_seconds
+    def _may_return(self, now: float) -> set[int]:
+        """Learners whose link was lost so lately that the end of the run waits for them."""
+        timeout = self.config.link_timeout_seconds
+        return {
+            member.learner_id
+            for member in self.members.values()
+            if not member.linked and not member.left and member.training and now < member.absent_since + timeout
+        }
 
     def _release(self, now: float) -> None:
         if self.phase != "finished":
