@@ -1,0 +1,1 @@
+"""The ways into hf-diloco from Transformers and Accelerate."""

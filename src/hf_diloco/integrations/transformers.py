@@ -1,0 +1,309 @@
+"""Decoupled DiLoCo for ``transformers.Trainer``: one callback."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from hf_diloco.config import DiLoCoPlugin
+from hf_diloco.errors import DiLoCoWarning, UnsupportedError
+from hf_diloco.learner.data import data_seed
+from hf_diloco.learner.learner import Learner
+from hf_diloco.learner.parameters import ModelParameters
+from hf_diloco.learner.tokens import TokenCounter
+from hf_diloco.links.base import LearnerLink
+
+logger = logging.getLogger(__name__)
+
+
+class DiLoCoCallback(TrainerCallback):
+    """Makes a Trainer one learner of a Decoupled DiLoCo run.
+
+    ``Trainer(..., callbacks=[DiLoCoCallback()])`` is all a script needs. When training begins it waits until the run
+    starts, then trains on at its own pace; at step boundaries the callback ships and applies fragments. The learning
+    rate and the end of training follow the run's clock (``global_step`` of the learner), while Trainer's own
+    ``state.global_step`` goes on counting Trainer's own updates. When ``train()`` returns, the model holds the global
+    parameters, so ``trainer.evaluate()`` and ``trainer.save_model()`` after it are about the global model; evaluation
+    during training is about this learner's.
+
+    What it changes for this learner, because each learner is a world of its own: ``args.output_dir`` becomes
+    ``{output_dir}/learner-{id}``, ``args.run_name`` ends in ``-learner-{id}``, ``args.push_to_hub`` is off (only the
+    syncer's export is pushed), and the order of the data depends on the learner's id as well as on ``args.data_seed``
+    (or ``args.seed``).
+
+    Without a syncer address it does nothing, and says so once.
+
+    Args:
+        plugin: Where the syncer is and who this learner is. Default: ``DiLoCoPlugin()``, that is, the environment.
+        link: Makes the link to the syncer; for tests and for learners that are threads of one process. Default: over
+            the network, to ``plugin.syncer``.
+    """
+
+    def __init__(self, plugin: DiLoCoPlugin | None = None, *, link: Callable[[], LearnerLink] | None = None) -> None:
+        self._plugin = plugin or DiLoCoPlugin()
+        self._make_link = link
+        self._learner: Learner | None = None
+        self._counter: TokenCounter | None = None
+        self._close: weakref.finalize[..., Any] | None = None
+        self._loss: float | None = None
+        self._has_ended = False  # this train() needs no more of the learner
+        self._holds_global = False  # ... because the model holds the final global values
+        self._has_warned_of_schedule = False
+        if not self._plugin.syncer:
+            logger.info("hf-diloco is off: no syncer address (HF_DILOCO_SYNCER); training goes on without it.")
+
+    def attach(self, trainer: Trainer) -> None:
+        """Add it to a Trainer that exists already, before the reporters (``callbacks=[...]`` puts it behind them)."""
+        trainer.callback_handler.callbacks.insert(0, self)
+        self.on_init_end(trainer.args, trainer.state, trainer.control)
+
+    # ------------------------------------------------------------------------------------------------ Trainer's events
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Refuse what cannot work, and give this learner its own directory and run name."""
+        if self._plugin.syncer:
+            _check(args)
+            self._separate(args)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: Any = None,
+        processing_class: Any = None,
+        lr_scheduler: Any = None,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Join the run; blocks until it starts. Called again after an out-of-memory retry or by a second train()."""
+        self._end()
+        if not self._plugin.syncer:
+            return
+        self.on_init_end(args, state, control)  # did not come if the callback was added later
+        assert self._plugin.learner_id is not None
+        seed = args.seed if args.data_seed is None else args.data_seed
+        _reseed(train_dataloader, data_seed(seed, self._plugin.learner_id))
+        self._loss, self._has_ended, self._holds_global = None, False, False
+        self._learner = Learner(
+            ModelParameters(model),
+            self._plugin,
+            total_steps=state.max_steps,
+            files=_files(model, processing_class),
+            link=self._make_link() if self._make_link else None,
+        )
+        # Trainer does not call on_train_end when training raises: then the link ends with this object, or at exit.
+        self._close = weakref.finalize(self, self._learner.close)
+        try:
+            self._learner.join()
+        except BaseException:  # Ctrl-C at the start gate, too
+            self._end()
+            raise
+        self._warn_of_schedule(lr_scheduler)
+        _follow(lr_scheduler, self._learner.global_step)
+        self._counter = TokenCounter(model)
+        self._counter.attach()
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Ship and apply what is due. Gradients are gone by now, and a checkpoint of this step is not yet written."""
+        if self._learner is None or self._counter is None or self._has_ended:
+            return
+        is_last = control.should_training_stop and state.global_step >= state.max_steps
+        tokens = self._counter.take(wait=is_last)
+        goes_on = True
+        if not getattr(optimizer, "step_was_skipped", False):  # fp16: the gradients overflowed, nothing was learned
+            goes_on = self._learner.step(tokens, loss=self._loss, data_digest=self._counter.data_digest())
+            _follow(lr_scheduler, self._learner.global_step)
+        if is_last or not goes_on:
+            # Here and not in on_train_end: before that, Trainer saves and evaluates, and may load its best model.
+            self._finish()
+        if not goes_on and not is_last:
+            _stop(args, state, control)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Remember the training loss, for the syncer's table."""
+        loss = (logs or {}).get("loss")
+        if isinstance(loss, int | float) and math.isfinite(loss):
+            self._loss = float(loss)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the run: with the global parameters at its end, with the local ones if training ended early."""
+        if self._learner is None:
+            return
+        if not self._has_ended:
+            if control.should_training_stop:
+                self._leave("training ended early at this learner")
+            else:  # the data ran out
+                self._finish()
+        if self._holds_global and args.load_best_model_at_end and state.best_model_checkpoint:
+            self._learner.restore()
+            warnings.warn(
+                "load_best_model_at_end: the model holds the run's global parameters, not this learner's best "
+                f"checkpoint ({state.best_model_checkpoint}), which is still there.",
+                DiLoCoWarning,
+                stacklevel=2,
+            )
+        self._end()
+
+    # --------------------------------------------------------------------------------------------------------- steps
+
+    def _separate(self, args: TrainingArguments) -> None:
+        """Give this learner its own directory and run name. Idempotent."""
+        own, directory = f"learner-{self._plugin.learner_id}", Path(args.output_dir or "tmp_trainer")
+        if directory.name != own:
+            args.run_name = f"{args.run_name or directory.absolute().name}-{own}"
+            args.output_dir = str(directory / own)
+            if args.should_save:
+                (directory / own).mkdir(parents=True, exist_ok=True)
+        if args.push_to_hub:
+            args.push_to_hub = False
+            warnings.warn(
+                "push_to_hub is off for this learner: all learners would push to one repository. Push what the syncer "
+                "exports (the directory `model` in its run directory, or `hf-diloco export`).",
+                DiLoCoWarning,
+                stacklevel=2,
+            )
+
+    def _warn_of_schedule(self, scheduler: Any) -> None:
+        if scheduler is not None and not _can_follow(scheduler) and not self._has_warned_of_schedule:
+            self._has_warned_of_schedule = True
+            warnings.warn(
+                f"the learning rate of {type(scheduler).__name__} follows this learner's own metrics and not the "
+                "run's step: a learner that joins late begins at its first value. Use linear, cosine, "
+                "warmup_stable_decay or another schedule of the step.",
+                DiLoCoWarning,
+                stacklevel=2,
+            )
+
+    def _finish(self) -> None:
+        assert self._learner is not None
+        self._has_ended = True
+        self._holds_global = self._learner.finish()
+
+    def _leave(self, reason: str) -> None:
+        assert self._learner is not None
+        self._has_ended = True
+        logger.info("%s leaves the run (%s); its model keeps the local parameters", self._identity(), reason)
+        self._learner.leave(reason)
+
+    def _end(self) -> None:
+        """Remove the hooks and close the link. Idempotent."""
+        if self._counter is not None:
+            self._counter.detach()
+            self._counter = None
+        if self._close is not None:
+            self._close()  # runs Learner.close once, now or earlier
+            self._close = None
+        self._learner = None
+
+    def _identity(self) -> str:
+        step = self._learner.global_step if self._learner else 0
+        return f"[learner {self._plugin.learner_id} · step {step}]"
+
+
+def _check(args: TrainingArguments) -> None:
+    if args.world_size > 1:
+        raise UnsupportedError(
+            f"this learner has {args.world_size} processes; learners of several processes come with the next release. "
+            "Start one learner for each process: `hf-diloco launch --num-learners N`, or `accelerate launch "
+            "--num_processes 1` with its own HF_DILOCO_LEARNER_ID each."
+        )
+    if args.n_gpu > 1:
+        raise UnsupportedError(
+            f"Trainer would spread this learner over {args.n_gpu} GPUs with nn.DataParallel. Start it through "
+            "`accelerate launch --num_processes 1`, or set CUDA_VISIBLE_DEVICES to one of them."
+        )
+    if args.deepspeed_plugin is not None:
+        raise UnsupportedError("DeepSpeed is not supported yet. Remove `deepspeed` from the training arguments.")
+
+
+def _stop(args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+    """End training at this step as Trainer does at its own last one: evaluate and save, if that is done by steps."""
+    control.should_training_stop = True
+    if args.eval_strategy == IntervalStrategy.STEPS and args.eval_delay <= state.global_step:
+        control.should_evaluate = True
+    if args.save_strategy == SaveStrategy.STEPS:
+        control.should_save = True
+
+
+def _reseed(dataloader: Any, seed: int) -> None:
+    """Make the order of the data this learner's own.
+
+    ``args.data_seed`` cannot do it: it has been read before the first event. The sampler can, until the first batch
+    is drawn. A dataset without a sampler (iterable) keeps its order: it differs by its shard.
+    """
+    sampler = dataloader
+    while sampler is not None and not hasattr(sampler, "initial_seed"):
+        if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+            generator.manual_seed(seed)
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+    if sampler is not None:
+        sampler.initial_seed = seed
+
+
+def _can_follow(scheduler: Any) -> bool:
+    """Whether its learning rate depends on steps alone, and not on what the loss did (plateau, greedy)."""
+    return isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
+
+
+def _follow(scheduler: Any, global_step: int) -> None:
+    """Set the learning rate to that of ``global_step``, as if that many steps had been taken."""
+    if not _can_follow(scheduler) or scheduler.last_epoch == global_step:
+        return
+    with warnings.catch_warnings():
+        # torch warns when a scheduler steps before its optimizer ever did; here that is what is meant.
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+        if isinstance(scheduler, LambdaLR):  # a function of the step alone: all of Trainer's schedules but two
+            scheduler.last_epoch = global_step - 1
+            scheduler.step()
+        else:
+            while scheduler.last_epoch < global_step:  # each value is made from the one before
+                scheduler.step()
+
+
+def _files(model: nn.Module, processing_class: Any) -> dict[str, bytes]:
+    """What belongs beside the weights of a saved model: configuration and tokenizer or processor files, by name."""
+    with tempfile.TemporaryDirectory(prefix="hf-diloco-") as directory:
+        if isinstance(model, PreTrainedModel):
+            config = copy.deepcopy(model.config)  # as model.save_pretrained does, without its side effects
+            config.architectures = [type(model).__name__]
+            config.dtype = str(model.dtype).removeprefix("torch.")
+            config.save_pretrained(directory)
+            if model.can_generate() and model.generation_config is not None:
+                model.generation_config.save_pretrained(directory)
+        if hasattr(processing_class, "save_pretrained"):
+            processing_class.save_pretrained(directory)
+        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}

@@ -1,0 +1,1 @@
+"""A learner: what one training process does for the run."""

@@ -1,0 +1,105 @@
+"""Give each learner its own part of the training set, in its own order."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Mapping
+from typing import Any, cast
+
+import datasets
+from datasets.distributed import split_dataset_by_node
+from torch.utils.data import Dataset, Subset
+
+from hf_diloco.config import DiLoCoPlugin
+from hf_diloco.errors import ConfigError, DiLoCoWarning
+
+
+def shard_dataset(
+    dataset: Any, *, num_shards: int | None = None, shard: int | None = None, plugin: DiLoCoPlugin | None = None
+) -> Any:
+    """The part of a training set that this learner reads; the parts are disjoint and cover it.
+
+    Call it before the dataset goes to Trainer or to a DataLoader, which then split the part over the learner's own
+    ranks. Without a syncer (and without ``shard``) the dataset is returned as it is.
+
+    Args:
+        dataset: A ``datasets.Dataset`` or a map-style torch dataset (contiguous parts), or a
+            ``datasets.IterableDataset`` (its files if ``num_shards`` divides their number, else every
+            ``num_shards``-th example; if you shuffle it, use the same seed at all learners).
+        num_shards: Number of parts; equal at all learners. Default: ``HF_DILOCO_NUM_SHARDS``. Choose it at least as
+            large as the number of learners there will ever be.
+        shard: Which part. Default: the learner's id, wrapped around with a warning if there are fewer parts.
+        plugin: Where the defaults come from. Default: ``DiLoCoPlugin()``, that is, the environment.
+
+    Raises:
+        ConfigError: the number of parts is unknown or out of range, or a part would be empty.
+        TypeError: the dataset can neither be indexed nor is a ``datasets.IterableDataset``.
+    """
+    plugin = plugin or DiLoCoPlugin()
+    if shard is None and not plugin.syncer:
+        return dataset
+    num_shards = plugin.num_shards if num_shards is None else num_shards
+    if num_shards is None:
+        raise ConfigError(
+            "num_shards is not known. Set HF_DILOCO_NUM_SHARDS (or shard_dataset(num_shards=...)) to the same number "
+            "at all learners, for instance the number of learners."
+        )
+    if num_shards < 1:
+        raise ConfigError(f"num_shards={num_shards} is out of range; it must be at least 1.")
+    return _take(dataset, num_shards, _choose(shard, num_shards, plugin))
+
+
+def data_seed(seed: int, learner_id: int) -> int:
+    """A seed of this learner's own for the order of its data.
+
+    Hashed, since samplers use seed + epoch: with seed + learner_id one learner's second epoch would be another's first.
+    """
+    digest = hashlib.blake2b(f"hf-diloco data order {seed} {learner_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % 2**31
+
+
+def _choose(shard: int | None, num_shards: int, plugin: DiLoCoPlugin) -> int:
+    if shard is not None:
+        if not 0 <= shard < num_shards:
+            raise ConfigError(
+                f"shard={shard} is out of range; with num_shards={num_shards} it must be 0 to {num_shards - 1}."
+            )
+        return shard
+    assert plugin.learner_id is not None  # DiLoCoPlugin has checked: there is a syncer
+    if plugin.learner_id >= num_shards:
+        warnings.warn(
+            f"learner {plugin.learner_id} reads shard {plugin.learner_id % num_shards}, as another learner may: the "
+            f"training set is split into num_shards={num_shards}. Set HF_DILOCO_NUM_SHARDS above the largest learner "
+            "id, at all learners, before the run starts.",
+            DiLoCoWarning,
+            stacklevel=3,
+        )
+    return plugin.learner_id % num_shards
+
+
+def _take(dataset: Any, num_shards: int, shard: int) -> Any:
+    if isinstance(dataset, datasets.IterableDataset):
+        return split_dataset_by_node(dataset, rank=shard, world_size=num_shards)
+    if isinstance(dataset, Mapping):
+        names = ", ".join(map(str, list(dataset)[:4]))
+        raise TypeError(
+            f"shard_dataset takes one dataset, got {type(dataset).__name__} with {names}; pass one of them."
+        )
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"shard_dataset cannot split a {type(dataset).__name__}: it needs a datasets.Dataset, a "
+            "datasets.IterableDataset, or a map-style dataset with __len__ and __getitem__. Let your dataset read its "
+            "own part instead: DiLoCoPlugin().learner_id of num_shards."
+        )
+    size = len(dataset)
+    if size < num_shards:
+        raise ConfigError(
+            f"the training set has {size} examples, fewer than num_shards={num_shards}: some learners would have "
+            "nothing to read. Lower num_shards (HF_DILOCO_NUM_SHARDS) or use more data."
+        )
+    if isinstance(dataset, datasets.Dataset):
+        return split_dataset_by_node(dataset, rank=shard, world_size=num_shards)
+    share, extra = divmod(size, num_shards)
+    first = shard * share + min(shard, extra)
+    return Subset(cast(Dataset[Any], dataset), range(first, first + share + (shard < extra)))
