@@ -1,0 +1,142 @@
+"""Where one run keeps what it leaves behind: tape, checkpoints, token, model."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import socket
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hf_diloco.errors import ConfigError, DiLoCoError
+
+
+class RunDirectory:
+    """The files of one run.
+
+    ``with RunDirectory(path)`` (or :meth:`claim`) takes the directory for a new run, so that no two syncers ever
+    share it; merely making the object does not.
+
+    Args:
+        path: of the directory.
+        create: make it, and what belongs in it, if it is not there.
+
+    Raises:
+        ConfigError: it is not there, and ``create`` is False.
+        DiLoCoError: it cannot be written.
+    """
+
+    def __init__(self, path: str | Path, *, create: bool = True) -> None:
+        self.path = Path(path).absolute()
+        self.tape = self.path / "tape.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.token = self.path / "token"
+        self.model = self.path / "model"
+        self.config = self.path / "config.json"
+        self.status = self.path / "status.json"
+        self.logs = self.path / "logs"
+        self._lock = self.path / "lock"
+        self._lock_descriptor: int | None = None
+        if create:
+            self._create()
+        elif not self.path.is_dir():
+            raise ConfigError(f"there is no run directory {self.path}; give the --run-dir of a run.")
+
+    def _create(self) -> None:
+        try:
+            for directory in (self.checkpoints, self.logs):
+                directory.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".probe-{os.getpid()}"  # a full or read-only file system shows only when written to
+            probe.write_bytes(b"x")
+            probe.unlink()
+        except OSError as error:
+            raise DiLoCoError(
+                f"the run directory {self.path} cannot be written: {error}. Choose another --run-dir, or make room."
+            ) from error
+
+    # ------------------------------------------------------------------------------------------------ one run, alone
+
+    def claim(self) -> None:
+        """Take the directory for a new run, until :meth:`release` or the end of this process.
+
+        Raises:
+            ConfigError: another syncer holds it, or an earlier run has left its tape there.
+        """
+        descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+            os.close(descriptor)
+            raise ConfigError(
+                f"the run directory {self.path} is in use by {holder}. Stop that run, or choose another --run-dir."
+            ) from None
+        try:
+            self._refuse_earlier_run()
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"the syncer with pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._lock_descriptor = descriptor
+
+    def release(self) -> None:
+        """Give the directory back. Idempotent."""
+        if self._lock_descriptor is not None:
+            fcntl.flock(self._lock_descriptor, fcntl.LOCK_UN)  # also for children that inherited the descriptor
+            os.close(self._lock_descriptor)
+            self._lock_descriptor = None
+
+    def __enter__(self) -> RunDirectory:
+        self.claim()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _refuse_earlier_run(self) -> None:
+        if self.tape.exists() and self.tape.stat().st_size > 0:
+            raise ConfigError(
+                f"the run directory {self.path} already holds the tape of an earlier run; choose another --run-dir. "
+                "(This release cannot go on with an earlier run.)"
+            )
+
+    # ------------------------------------------------------------------------------------------------- what is in it
+
+    def read_or_make_token(self) -> str:
+        """The run's token; made (32 random bytes as hex digits, readable by this user only) when there is none.
+
+        Raises:
+            DiLoCoError: the file cannot be read or written, is empty, or others may read it and that cannot be undone.
+        """
+        try:
+            try:
+                descriptor = os.open(self.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            except FileExistsError:
+                if self.token.stat().st_mode & 0o077:
+                    self.token.chmod(0o600)
+                token = self.token.read_text(encoding="ascii").strip()
+            else:
+                token = secrets.token_hex(32)
+                with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                    file.write(token + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+        except (OSError, UnicodeDecodeError) as error:
+            raise DiLoCoError(f"the token file {self.token} cannot be used: {error}") from error
+        if not token:
+            raise DiLoCoError(f"the token file {self.token} is empty. Delete it, and a new token is made.")
+        return token
+
+    def read_status(self) -> dict[str, Any]:
+        """What the syncer last wrote to ``status.json``; empty when it has written nothing (or nothing whole)."""
+        try:
+            status = json.loads(self.status.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return status if isinstance(status, dict) else {}

@@ -1,0 +1,73 @@
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from hf_diloco.errors import ConfigError, DiLoCoError
+from hf_diloco.syncer.run_directory import RunDirectory
+
+pytestmark = pytest.mark.fast
+
+
+def test_it_is_made_with_its_parts(tmp_path):
+    directory = RunDirectory(tmp_path / "runs" / "a")
+    assert directory.checkpoints.is_dir()
+    assert directory.logs.is_dir()
+    assert {item.name for item in directory.path.iterdir()} == {"checkpoints", "logs"}
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiLoCoError, match=r"file/a cannot be written"):
+        RunDirectory(tmp_path / "file" / "a")
+
+
+def test_without_create_it_must_be_there(tmp_path):
+    with pytest.raises(ConfigError, match="there is no run directory"):
+        RunDirectory(tmp_path / "a", create=False)
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_token_is_made_once_and_private(tmp_path):
+    directory = RunDirectory(tmp_path)
+    token = directory.read_or_make_token()
+    assert len(bytes.fromhex(token)) == 32
+    assert stat.S_IMODE(directory.token.stat().st_mode) == 0o600
+    directory.token.chmod(0o644)
+    assert RunDirectory(tmp_path).read_or_make_token() == token
+    assert stat.S_IMODE(directory.token.stat().st_mode) == 0o600
+
+
+def test_an_empty_token_is_refused(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.token.write_text("")
+    with pytest.raises(DiLoCoError, match="is empty"):
+        directory.read_or_make_token()
+
+
+def test_an_earlier_run_is_refused(tmp_path):
+    directory = RunDirectory(tmp_path)
+    with directory:
+        directory.tape.write_text('{"kind": "start"}\n')
+    with pytest.raises(ConfigError, match="choose another --run-dir"):
+        directory.claim()
+
+
+def test_two_syncers_never_share_it(tmp_path):
+    claim = f"from hf_diloco.syncer.run_directory import RunDirectory; RunDirectory({str(tmp_path)!r}).claim()"
+    with RunDirectory(tmp_path):
+        second = subprocess.run([sys.executable, "-c", claim], capture_output=True, text=True)
+        assert second.returncode != 0
+        assert f"in use by the syncer with pid {os.getpid()} on {os.uname().nodename}" in second.stderr
+    assert subprocess.run([sys.executable, "-c", claim]).returncode == 0  # and its death gives it back
+    RunDirectory(tmp_path).claim()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "\x00"])
+def test_a_broken_status_reads_as_empty(tmp_path, content):
+    directory = RunDirectory(tmp_path)
+    assert directory.read_status() == {}
+    directory.status.write_text(content)
+    assert directory.read_status() == {}
