@@ -1,0 +1,305 @@
+"""The learner's end of one link: carries messages and payloads between the trainer and the gateway.
+
+It calls, the gateway answers (learners behind NAT can only call out). Whatever goes wrong, it says why and exits:
+the next courier makes the next link.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from hf_diloco.errors import AuthenticationError, LearnerRefusedError, MessageError
+from hf_diloco.links import child, handshake, wire
+from hf_diloco.links.agent import Agent
+from hf_diloco.links.buffers import MAX_PAYLOAD_BYTES, Buffer, BufferPool
+from hf_diloco.links.channel import Channel
+from hf_diloco.links.loop import Loop
+from hf_diloco.links.relay import listen_for
+
+logger = logging.getLogger(__name__)
+
+_PIECE_BYTES = 8 << 20
+_WINDOW = 4  # pieces under way
+_BULK_TIMEOUT_SECONDS = 120.0  # slow is not dead: death is for the beats to find
+_MAX_TELL_MESSAGES = 64
+_MAX_TELL_BYTES = 4 << 20
+
+
+@dataclass
+class _Upload:
+    number: int
+    message: dict[str, Any]
+    after: int  # messages without payload that were sent before
+    payload: Tensor
+    release: Callable[[], None]
+
+
+class Courier:
+    """One link, from the door's answer to the first thing that goes wrong."""
+
+    def __init__(self, sock: socket.socket, args: dict[str, Any]) -> None:
+        self._args = args
+        self._timeout: float = args["timeout"]
+        self._loop, self._pool = Loop(), BufferPool()
+        self._tells: deque[tuple[int, dict[str, Any]]] = deque()
+        self._tell_there = threading.Semaphore(0)
+        self._uploads: queue.SimpleQueue[_Upload] = queue.SimpleQueue()
+        self._downloads: queue.SimpleQueue[tuple[int, int, dict[str, Any]]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_tells = self._num_uploads = self._acknowledged = 0
+        self._draining = False
+        self._channel = Channel(sock, self._loop, self._told_by_trainer, lambda _reason: os._exit(0), self._pool)
+        self._channel.post({"op": "born", "pid": os.getpid()})
+
+    def run(self) -> NoReturn:
+        """Link, then carry."""
+        self._loop.every(child.tick_seconds(self._timeout), self._tick)
+        self._loop.start("trainer-channel")
+        try:
+            control, answer = self._knock()
+            self._token: str = answer["token"]
+            self._timeout = min(self._timeout, answer["timeout"])
+        except AuthenticationError as error:
+            self._end(str(error), kind="authentication")
+        except LearnerRefusedError as error:
+            self._end(str(error), kind="refused")
+        except (OSError, EOFError, MessageError, KeyError) as error:
+            self._end(self._explain(error))
+        direct = answer["direct"] and self._args["direct"]
+        try:
+            if not direct:
+                listen_for(answer["port"], self._dial)
+            agent = Agent("courier", num_threads=4)
+            self._ctl, self._up, self._down = (agent.add_peer(answer["port"]) for _ in range(3))
+            self._beat()
+        except Exception as error:
+            self._end(
+                f"the syncer's gateway cannot be reached: {str(error)[:200]}", kind="direct" if direct else "lost"
+            )
+        self._channel.post({"op": "up"})
+        for work in (self._watch_control, self._send_tells, self._poll, self._upload, self._download):
+            threading.Thread(target=self._guarded, args=(work, control), name=work.__name__, daemon=True).start()
+        while True:
+            time.sleep(child.tick_seconds(self._timeout))
+            try:
+                self._beat()
+            except Exception as error:
+                self._end(f"no answer from the syncer's gateway: {str(error)[:200]}")
+
+    def _guarded(self, work: Callable[[socket.socket], None], control: socket.socket) -> None:
+        try:
+            work(control)
+        except Exception as error:
+            self._end(f"{type(error).__name__} in {work.__name__.strip('_')}: {str(error)[:200]}")
+
+    def _end(self, reason: str, kind: str = "lost") -> NoReturn:
+        self._channel.post({"op": "ended", "kind": kind, "reason": reason})
+        self._channel.flush(1.0)
+        os._exit(0)
+
+    def _tick(self) -> None:
+        self._channel.post({"op": "tick"})
+        if time.monotonic() - self._channel.heard > self._args["timeout"]:
+            os._exit(0)  # the trainer is stopped: it shall be missed
+
+    # ------------------------------------------------------------------------------------------------- coming in
+
+    def _knock(self) -> tuple[socket.socket, dict[str, Any]]:
+        request = {name: self._args[name] for name in ("learner_id", "incarnation", "host")}
+        request["host_key"] = handshake.host_key()
+        control = self._connect(handshake.CONTROL, request)
+        control.settimeout(max(30.0, self._timeout))  # the syncer may be busy
+        answer = handshake.receive_document(control)
+        control.settimeout(None)
+        if "refused" in answer:
+            self._end(str(answer["refused"]), kind=answer.get("kind", "lost"))
+        return control, answer
+
+    def _connect(self, kind: bytes, request: dict[str, Any]) -> socket.socket:
+        args = self._args
+        timeout = min(8.0, max(2.0, self._timeout))
+        return handshake.connect(args["host_name"], args["port"], args["token"], kind, request, timeout)
+
+    def _dial(self) -> socket.socket:
+        return self._connect(handshake.DATA, {"token": self._token})
+
+    def _explain(self, error: Exception) -> str:
+        where = f"{self._args['host_name']}:{self._args['port']}"
+        if isinstance(error, ConnectionRefusedError):
+            return f"connection refused by {where}"
+        if isinstance(error, TimeoutError):
+            return f"no answer from {where}"
+        if isinstance(error, socket.gaierror):
+            return f"{self._args['host_name']} cannot be resolved: {error.strerror}"
+        if isinstance(error, MessageError):
+            return str(error)
+        return f"{where}: {error}"
+
+    # ------------------------------------------------------------------------------------------------- from the trainer
+
+    def _told_by_trainer(self, message: dict[str, Any], payload: Tensor | None, release: Callable[[], None]) -> None:
+        op = message["op"]
+        if op == "leave":
+            os._exit(0)
+        elif op == "drain":
+            with self._lock:
+                self._draining = True
+            self._check_drained()
+        elif op == "message" and payload is None:
+            self._num_tells += 1
+            self._tells.append((len(str(message["message"])), message["message"]))
+            self._tell_there.release()
+        elif op == "message":
+            assert payload is not None
+            self._uploads.put(_Upload(self._num_uploads, message["message"], self._num_tells, payload, release))
+            self._num_uploads += 1
+
+    def _acknowledge(self, count: int) -> None:
+        with self._lock:
+            self._acknowledged += count
+        self._check_drained()
+
+    def _check_drained(self) -> None:
+        with self._lock:
+            drained = self._draining and self._acknowledged == self._num_tells + self._num_uploads
+            self._draining = self._draining and not drained
+        if drained:
+            self._channel.post({"op": "drained"})
+
+    # ------------------------------------------------------------------------------------------------------- threads
+
+    def _beat(self) -> None:
+        timeout = 3 * child.tick_seconds(self._timeout)
+        wire.call(self._ctl, "beat", self._token, timeout_seconds=timeout).wait()
+
+    def _watch_control(self, control: socket.socket) -> None:
+        try:
+            reason = str(handshake.receive_document(control).get("bye"))
+        except (OSError, EOFError, MessageError):
+            reason = "the syncer has gone"
+        self._end(reason)
+
+    def _send_tells(self, _control: socket.socket) -> None:
+        sent = 0
+        while True:
+            self._tell_there.acquire()
+            size, message = self._tells.popleft()
+            batch = [message]
+            while (
+                len(batch) < _MAX_TELL_MESSAGES and size < _MAX_TELL_BYTES and self._tell_there.acquire(blocking=False)
+            ):
+                num_bytes, message = self._tells.popleft()
+                batch.append(message)
+                size += num_bytes
+            wire.call(self._ctl, "tell", self._token, sent, batch, timeout_seconds=_BULK_TIMEOUT_SECONDS).wait()
+            sent += len(batch)
+            self._acknowledge(len(batch))
+
+    def _upload(self, _control: socket.socket) -> None:
+        under_way: deque[tuple[torch.futures.Future, _Upload | None]] = deque()
+
+        def finish_oldest() -> None:
+            future, finished = under_way.popleft()
+            future.wait()
+            if finished:
+                finished.release()
+                self._acknowledge(1)
+
+        while True:
+            while under_way and self._uploads.empty():
+                finish_oldest()
+            upload = self._uploads.get()
+            for arguments, is_last in _pieces(upload):
+                if len(under_way) == _WINDOW:
+                    finish_oldest()
+                future = wire.call(self._up, "put", self._token, *arguments, timeout_seconds=_BULK_TIMEOUT_SECONDS)
+                under_way.append((future, upload if is_last else None))
+
+    def _poll(self, _control: socket.socket) -> None:
+        seen = 0
+        while True:
+            items = wire.call(self._ctl, "poll", self._token, seen, timeout_seconds=0, is_async=True).wait()
+            for number, item in items:
+                if number <= seen:
+                    continue
+                seen = number
+                if "size" in item:
+                    if not 0 <= item["size"] <= MAX_PAYLOAD_BYTES:
+                        raise MessageError(f"a payload of {item['size']} bytes")
+                    self._downloads.put((number, item["size"], item["message"]))
+                else:
+                    self._channel.post({"op": "message", "message": item["message"]})
+
+    def _download(self, _control: socket.socket) -> None:
+        under_way: deque[tuple[torch.futures.Future, int, Buffer, Callable[[], None] | None]] = deque()
+
+        def finish_oldest() -> None:
+            future, offset, buffer, deliver = under_way.popleft()
+            piece = future.wait()
+            buffer.tensor[offset : offset + piece.numel()].copy_(piece)
+            if deliver:
+                deliver()
+
+        while True:
+            while under_way and self._downloads.empty():
+                finish_oldest()
+            number, size, message = self._downloads.get()
+            if not size:
+                while under_way:
+                    finish_oldest()
+                self._deliver(number, 0, message, None)
+                continue
+            buffer = self._pool.take(size)
+            for offset in range(0, size, _PIECE_BYTES):
+                if len(under_way) == _WINDOW:
+                    finish_oldest()
+                length = min(_PIECE_BYTES, size - offset)
+                future = wire.call(
+                    self._down, "get", self._token, number, offset, length, timeout_seconds=_BULK_TIMEOUT_SECONDS
+                )
+                last = offset + length == size
+                deliver = _bound(self._deliver, number, size, message, buffer) if last else None
+                under_way.append((future, offset, buffer, deliver))
+
+    def _deliver(self, number: int, size: int, message: dict[str, Any], buffer: Buffer | None) -> None:
+        self._channel.post({"op": "message", "message": message, "size": size}, buffer=buffer)
+        if buffer:
+            self._pool.release(buffer)  # the channel holds it now
+        wire.call(self._down, "took", self._token, number, timeout_seconds=_BULK_TIMEOUT_SECONDS)
+
+
+def _bound(function: Callable[..., None], *args: Any) -> Callable[[], None]:
+    return lambda: function(*args)
+
+
+def _pieces(upload: _Upload) -> Iterator[tuple[list[Any], bool]]:
+    """Arguments of ``put`` for each piece, and whether it is the last."""
+    total = upload.payload.numel()
+    last = [upload.message, upload.after]
+    if not total:
+        yield [upload.number, 0, 0, last], True
+        return
+    whole = memoryview(upload.payload.numpy())
+    for offset in range(0, total, _PIECE_BYTES):
+        length = min(_PIECE_BYTES, total - offset)
+        # a tensor of exactly these bytes: RPC would copy a slice of a larger one before sending it
+        piece = torch.frombuffer(whole, dtype=torch.uint8, count=length, offset=offset)
+        is_last = offset + length == total
+        yield [upload.number, offset, total, last if is_last else None, piece], is_last
+
+
+def main(sock: socket.socket, args: dict[str, Any]) -> None:
+    """Be the courier of one link."""
+    Courier(sock, args).run()

@@ -1,0 +1,242 @@
+"""The syncer's end of one link: what the learner's courier can call. Endpoints copy and return, nothing else.
+
+A gateway holds nothing but the buffers of its link, and dies with it. A seccomp filter and RLIMIT_DATA, when they
+come, go into :func:`main`, before and after the agent starts.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_diloco.errors import MessageError
+from hf_diloco.links import child, wire
+from hf_diloco.links.agent import Agent
+from hf_diloco.links.buffers import MAX_PAYLOAD_BYTES, Buffer, BufferPool
+from hf_diloco.links.channel import Channel
+from hf_diloco.links.loop import Loop
+
+logger = logging.getLogger(__name__)
+
+_MAX_POLL_ITEMS = 64
+_MAX_POLL_BYTES = 4 << 20
+_MAX_TRANSFERS = 16  # under way at once; the courier has at most 4 pieces in flight
+
+
+@dataclass
+class _Transfer:
+    """A payload that comes in."""
+
+    total: int
+    buffer: Buffer | None
+    offsets: set[int] = field(default_factory=set)
+    missing: int = 0
+    message: dict[str, Any] | None = None
+    after: int = 0  # so many messages without payload were sent before it
+
+
+@dataclass
+class _Outgoing:
+    """A payload that waits to be fetched."""
+
+    payload: Tensor
+    release: Callable[[], None]
+
+
+class Gateway:
+    """The endpoints, and the traffic with the syncer's main process."""
+
+    def __init__(self, sock: socket.socket, token: str, timeout_seconds: float) -> None:
+        self._token, self._timeout = token, timeout_seconds
+        self._loop, self._pool = Loop(), BufferPool()
+        self._lock = threading.RLock()
+        self._called = time.monotonic()
+        self._is_up = False
+        self._next_told, self._next_transfer = 0, 0
+        self._transfers: dict[int, _Transfer] = {}
+        self._items: deque[tuple[int, int, dict[str, Any]]] = deque()  # number, bytes, item: not seen by the courier
+        self._num_items = 0
+        self._outgoing: dict[int, _Outgoing] = {}
+        self._poll: tuple[int, torch.futures.Future] | None = None
+        self._draining = False
+        self._channel = Channel(sock, self._loop, self._told_by_syncer, lambda _reason: os._exit(0), self._pool)
+
+    def run(self) -> None:
+        """Serve until something ends."""
+        for name in ("beat", "tell", "put", "get", "took"):
+            wire.offer(name, getattr(self, name))
+        wire.offer("poll", self.poll, is_async=True)
+        agent = Agent("gateway", num_threads=8)
+        self._channel.post({"op": "listening", "port": agent.port, "pid": os.getpid()})
+        self._loop.every(child.tick_seconds(self._timeout), self._tick)
+        self._loop.run()
+
+    def _tick(self) -> None:
+        self._channel.post({"op": "tick"})
+        now = time.monotonic()
+        if now - self._called > self._timeout:
+            self._leave(f"no sign of life from the learner for {self._timeout:g} s")
+        if now - self._channel.heard > self._timeout:
+            self._leave(f"the syncer has not moved for {self._timeout:g} s")
+
+    def _leave(self, reason: str) -> None:
+        self._channel.post({"op": "ended", "reason": reason})
+        os._exit(0)
+
+    # ------------------------------------------------------------------------------------------------ from the syncer
+
+    def _told_by_syncer(self, message: dict[str, Any], payload: Tensor | None, release: Callable[[], None]) -> None:
+        if message["op"] == "leave":
+            os._exit(0)
+        with self._lock:
+            if message["op"] == "drain":
+                self._draining = True
+                self._check_drained()
+                return
+            self._num_items += 1
+            item: dict[str, Any] = {"message": message["message"]}
+            if payload is not None:
+                item["size"] = payload.numel()
+                self._outgoing[self._num_items] = _Outgoing(payload, release)
+            self._items.append((self._num_items, len(str(message["message"])), item))
+            self._answer_poll()
+
+    def _check_drained(self) -> None:
+        if self._draining and not self._items and not self._outgoing:
+            self._draining = False
+            self._channel.post({"op": "drained"})
+
+    # ------------------------------------------------------------------------------------ endpoints, syncer to learner
+
+    def _check(self, token: str) -> None:
+        if not hmac.compare_digest(str(token), self._token):
+            raise MessageError("this call belongs to another link")
+        self._called = time.monotonic()
+
+    def beat(self, token: str) -> None:
+        """The learner lives. The first one makes the link."""
+        self._check(token)
+        with self._lock:
+            if not self._is_up:
+                self._is_up = True
+                self._channel.post({"op": "up"})
+
+    def poll(self, token: str, seen: int) -> torch.futures.Future:
+        """What the syncer sent after item ``seen``: at once if there is anything, else when there is."""
+        self._check(token)
+        future: torch.futures.Future = torch.futures.Future()
+        with self._lock:
+            while self._items and self._items[0][0] <= seen:
+                self._items.popleft()
+            self._check_drained()
+            self._poll = (seen, future)
+            self._answer_poll()
+        return future
+
+    def _answer_poll(self) -> None:
+        if self._poll is None or not self._items:
+            return
+        (_, future), self._poll = self._poll, None
+        answer: list[Any] = []
+        size = 0
+        for number, num_bytes, item in self._items:
+            size += num_bytes
+            if answer and (len(answer) == _MAX_POLL_ITEMS or size > _MAX_POLL_BYTES):
+                break
+            answer.append([number, item])
+        future.set_result(answer)
+
+    def get(self, token: str, number: int, offset: int, size: int) -> Tensor:
+        """A piece of an item's payload."""
+        self._check(token)
+        payload = self._outgoing[number].payload
+        if not (0 <= offset and 0 < size and offset + size <= payload.numel()):
+            raise MessageError("outside the payload")
+        return torch.frombuffer(memoryview(payload.numpy()), dtype=torch.uint8, count=size, offset=offset)
+
+    def took(self, token: str, number: int) -> None:
+        """The learner has an item's payload."""
+        self._check(token)
+        with self._lock:
+            outgoing = self._outgoing.pop(number, None)
+            if outgoing is None:
+                return
+            self._channel.post({"op": "sent", "size": outgoing.payload.numel()})
+            outgoing.release()
+            self._check_drained()
+
+    # ------------------------------------------------------------------------------------ endpoints, learner to syncer
+
+    def tell(self, token: str, first: int, messages: list[dict[str, Any]]) -> None:
+        """Messages without payload, numbered from ``first``. One call is under way at a time."""
+        self._check(token)
+        with self._lock:
+            for number, message in enumerate(messages, first):
+                if number == self._next_told:
+                    self._next_told += 1
+                    self._channel.post({"op": "message", "message": message})
+            self._deliver()
+
+    def put(
+        self,
+        token: str,
+        number: int,
+        offset: int,
+        total: int,
+        last: list[Any] | None = None,
+        piece: Tensor | None = None,
+    ) -> None:
+        """A piece of payload ``number``. The last one brings ``[message, after]``. The same again changes nothing."""
+        self._check(token)
+        with self._lock:
+            if number < self._next_transfer:
+                return
+            transfer = self._transfers.get(number) or self._begin(number, total)
+        size = 0 if piece is None else piece.numel()
+        if size:
+            assert piece is not None and transfer.buffer is not None
+            if piece.dtype != torch.uint8 or offset < 0 or offset + size > transfer.total:
+                raise MessageError("outside the payload")
+            transfer.buffer.tensor[offset : offset + size].copy_(piece)
+        with self._lock:
+            if size and offset not in transfer.offsets:
+                transfer.offsets.add(offset)
+                transfer.missing -= size
+            if last is not None:
+                transfer.message, transfer.after = last
+            self._deliver()
+
+    def _begin(self, number: int, total: int) -> _Transfer:
+        if not 0 <= total <= MAX_PAYLOAD_BYTES or number >= self._next_transfer + _MAX_TRANSFERS:
+            raise MessageError("not a payload")
+        buffer = self._pool.take(total) if total else None
+        transfer = self._transfers[number] = _Transfer(total, buffer, missing=total)
+        return transfer
+
+    def _deliver(self) -> None:
+        """Payloads that are whole, in order, and none before the messages that were sent before it."""
+        while transfer := self._transfers.get(self._next_transfer):
+            if transfer.message is None or transfer.missing or transfer.after > self._next_told:
+                return
+            del self._transfers[self._next_transfer]
+            self._next_transfer += 1
+            message = {"op": "message", "message": transfer.message, "size": transfer.total}
+            self._channel.post(message, buffer=transfer.buffer)
+            if transfer.buffer:
+                self._pool.release(transfer.buffer)  # the channel holds it now
+
+
+def main(sock: socket.socket, args: dict[str, Any]) -> None:
+    """Be the gateway of one link."""
+    Gateway(sock, args["token"], args["timeout"]).run()
