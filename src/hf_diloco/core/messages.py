@@ -149,7 +149,11 @@ class Welcome:
     averaged: tuple[str, ...]
     outer_lr: float
     outer_momentum: float
-    supply: bool  # the syncer has no parameters yet: send yours
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendValues:
+    """The syncer has no parameters yet: send yours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +166,8 @@ class Refused:
 @dataclass(frozen=True, kw_only=True)
 class Start:
     """Enough learners are healed: train."""
+
+    outer_step: int  # t by now
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +222,7 @@ class Notice:
 
 Message = (
     Hello | SupplyFragment | SupplyConstant | SupplyFile | Supplied | Progress | Update | Applied | NeedFull | Goodbye
-    | Welcome | Refused | Start | Ask | RoundClosed | Publication | Stop | Released | Notice
+    | Welcome | SendValues | Refused | Start | Ask | RoundClosed | Publication | Stop | Released | Notice
 )  # fmt: skip
 
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(Message)}

@@ -1,0 +1,354 @@
+"""The background half of a learner: talks to the syncer, decodes and encodes, so that training does not wait.
+
+Two daemon threads. One takes what the link brings and puts it on a queue; the other works the queue off in order:
+link events, and snapshots that the training thread took at a step boundary. What is ready for the training thread
+(publications to apply, asks to answer) lies in ``fragments`` and ``asks`` under ``lock``; ``changed`` is notified.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_diloco.core import messages as ms
+from hf_diloco.core.codec import decode, digest, encode
+from hf_diloco.core.fragments import FragmentLayout
+from hf_diloco.errors import DiLoCoError, LearnerRefusedError, MessageError
+from hf_diloco.learner.local import LocalFragment, Prepared, Shipped
+from hf_diloco.learner.parameters import Snapshot
+from hf_diloco.links.base import LearnerLink, LinkDown, LinkEvent, LinkUp, Received
+
+logger = logging.getLogger(__name__)
+
+_RECEIVE_SECONDS = 0.5
+_CARRY_LIMIT = 4  # times H: local progress that was not merged for so long is given up
+_EMPTY = torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class OpenAsk:
+    """An ask that waits for the next step boundary."""
+
+    ask: ms.Ask
+    arrived_at: float
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What the training thread took at a step boundary, to be encoded and sent."""
+
+    ask: ms.Ask
+    snapshot: Snapshot
+    anchor: Tensor
+    anchor_version: ms.Version
+    steps: int
+    tokens: int
+    held_seconds: float
+
+
+class Exchange:
+    """Owns the link and everything that the link's events change.
+
+    Args:
+        learner_id: this learner's number.
+        incarnation: of this learner process; part of each update id.
+        link: not yet opened.
+        hello: makes the Hello for a new link; called with the lock held.
+        make_layout: the layout that a Welcome implies.
+    """
+
+    def __init__(
+        self,
+        learner_id: int,
+        incarnation: str,
+        link: LearnerLink,
+        *,
+        hello: Callable[[], ms.Hello],
+        make_layout: Callable[[ms.Welcome], FragmentLayout],
+    ) -> None:
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.fragments: list[LocalFragment] = []
+        self.asks: dict[int, OpenAsk] = {}
+        self.welcome: ms.Welcome | None = None
+        self.supply_wanted = False
+        self.started_at: int | None = None  # outer step when the start gate opened
+        self.stop_reason: str | None = None
+        self.released: ms.Released | None = None
+        self.linked = False
+        self.ever_linked = False
+        self.num_links = 0
+        self.down_since = time.monotonic()
+        self.fatal: Exception | None = None
+        self.notices: list[str] = []
+        self.steps_done = 0  # kept by the training thread, for the limit of carried progress
+        self._learner_id, self._incarnation, self._link = learner_id, incarnation, link
+        self._hello, self._make_layout = hello, make_layout
+        self._work: queue.SimpleQueue[Received | LinkUp | LinkDown | Cut | tuple[ms.Applied, Snapshot] | None]
+        self._work = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=f"hf-diloco {name}", daemon=True)
+            for target, name in ((self._receive, "receive"), (self._run, "exchange"))
+        ]
+
+    # -------------------------------------------------------------------------------- called by the training thread
+
+    def open(self) -> None:
+        """Begin to link."""
+        self._link.open()
+        for thread in self._threads:
+            thread.start()
+
+    def close(self, *, drain_seconds: float = 0.0) -> None:
+        """End the threads and the link. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._work.put(None)
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(timeout=drain_seconds + 5.0)
+        self._link.close(drain_seconds=drain_seconds)
+
+    def send(self, message: ms.Message, payload: Tensor | None = None) -> None:
+        """Queue a message on the link."""
+        self._link.send(message, payload)
+
+    def last_error(self) -> str | None:
+        """Why linking failed last."""
+        return self._link.last_error()
+
+    def ship(self, cut: Cut) -> None:
+        """Encode and send a snapshot, in the background."""
+        self._work.put(cut)
+
+    def confirm(self, applied: ms.Applied, live: Snapshot | None) -> None:
+        """Tell the syncer that a publication is in the model; with ``live``, the digest is taken from that."""
+        if live is None:
+            self._link.send(applied)
+        else:
+            self._work.put((applied, live))
+
+    # ------------------------------------------------------------------------------------------- background threads
+
+    def _receive(self) -> None:
+        while not self._closing.is_set():
+            event = self._link.receive(_RECEIVE_SECONDS)
+            if event is not None:
+                self._work.put(event)
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            try:
+                if isinstance(item, Cut):
+                    self._encode_and_send(item)
+                elif isinstance(item, tuple):
+                    applied, live = item
+                    self._link.send(
+                        ms.Applied(
+                            fragment_index=applied.fragment_index,
+                            version=applied.version,
+                            digest=digest(live.result()),
+                        )
+                    )
+                else:
+                    self._on_event(item)
+            except Exception as error:
+                logger.exception("[learner %d] the exchange with the syncer failed", self._learner_id)
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        with self.changed:
+            self.fatal = self.fatal or error
+            self.changed.notify_all()
+
+    def _on_event(self, event: LinkEvent) -> None:
+        if isinstance(event, Received):
+            try:
+                self._on_message(event.message, event.payload)
+            finally:
+                event.release()
+            return
+        with self.changed:
+            self.asks.clear()
+            if isinstance(event, LinkUp):
+                self.linked = self.ever_linked = True
+                self.num_links += 1
+                self._link.send(self._hello())
+            elif event.fatal is not None:
+                self._fail(event.fatal)
+            else:
+                if self.linked:
+                    self.down_since = time.monotonic()
+                    logger.warning(
+                        "[learner %d] the link is down: %s; training goes on", self._learner_id, event.reason
+                    )
+                self.linked = False
+            self.changed.notify_all()
+
+    def _on_message(self, message: ms.Message, payload: Tensor | None) -> None:
+        if isinstance(message, ms.Publication):
+            self._on_publication(message, payload)
+            return
+        with self.changed:
+            if isinstance(message, ms.Ask):
+                self._on_ask(message)
+            elif isinstance(message, ms.RoundClosed):
+                self._on_round_closed(message)
+            elif isinstance(message, ms.Welcome):
+                self._on_welcome(message)
+            elif isinstance(message, ms.SendValues):
+                self.supply_wanted = True
+            elif isinstance(message, ms.Start):
+                self.started_at = message.outer_step
+            elif isinstance(message, ms.Stop):
+                self.stop_reason = message.reason
+            elif isinstance(message, ms.Released):
+                self.released = message
+            elif isinstance(message, ms.Refused):
+                self._fail(LearnerRefusedError(f"the syncer refused learner {self._learner_id}: {message.reason}"))
+            elif isinstance(message, ms.Notice):
+                self.notices.append(message.text)
+            self.changed.notify_all()
+
+    def _on_welcome(self, message: ms.Welcome) -> None:
+        if self.welcome is None:
+            layout = self._make_layout(message)
+            self.fragments = [LocalFragment(fragment) for fragment in layout.fragments]
+        elif self.welcome.num_fragments != message.num_fragments:
+            raise LearnerRefusedError(
+                f"the syncer now splits the model into {message.num_fragments} fragments, before into "
+                f"{self.welcome.num_fragments}: this is another run. Restart this learner to join it."
+            )
+        self.welcome = message
+
+    def _on_ask(self, ask: ms.Ask) -> None:
+        if not 0 <= ask.fragment_index < len(self.fragments):
+            raise MessageError(f"the syncer asked for fragment {ask.fragment_index}, there are {len(self.fragments)}")
+        shipped = self.fragments[ask.fragment_index].shipped
+        if shipped is not None and shipped.round == ask.round:
+            self._send_update(ask, shipped, held_seconds=0.0)  # the answer was lost with a link: the very same bytes
+        else:
+            self.asks[ask.fragment_index] = OpenAsk(ask, time.monotonic())
+
+    def _on_round_closed(self, message: ms.RoundClosed) -> None:
+        if not 0 <= message.fragment_index < len(self.fragments):
+            return
+        waiting = self.asks.get(message.fragment_index)
+        if waiting is not None and waiting.ask.round == message.round:
+            del self.asks[message.fragment_index]
+        local = self.fragments[message.fragment_index]
+        if local.shipped is not None and local.shipped.round == message.round:
+            local.shipped = None  # came late, was not merged: the progress stays and goes into a later round
+
+    # ------------------------------------------------------------------------------------------------ publications
+
+    def _on_publication(self, message: ms.Publication, payload: Tensor | None) -> None:
+        if not 0 <= message.fragment_index < len(self.fragments) or payload is None:
+            raise MessageError(f"the syncer published fragment {message.fragment_index} without value")
+        local = self.fragments[message.fragment_index]
+        with self.lock:
+            local.ready = None  # a newer one takes its place; both start from what is in the model
+            anchor, version = local.anchor, local.version
+        if version is not None and message.version <= version:
+            if message.version == version and anchor is not None:
+                self._link.send(self._applied(message, digest(anchor)))
+            return
+        published = self._decode(message, payload, anchor, version)
+        if published is None:
+            self._link.send(ms.NeedFull(fragment_index=message.fragment_index))
+            return
+        with self.changed:
+            local.ready = self._prepare(message, local, published)
+            self.changed.notify_all()
+
+    def _decode(
+        self, message: ms.Publication, payload: Tensor, anchor: Tensor | None, version: ms.Version | None
+    ) -> Tensor | None:
+        """The published value; None if it cannot be had from this payload and what is here."""
+        shape = (self.fragments[message.fragment_index].fragment.num_parameters,)
+        decoded = decode(payload, message.wire_format, shape)
+        if message.base is not None:
+            if anchor is None or message.base != version:
+                return None
+            decoded.add_(anchor)
+        if digest(decoded) != message.digest:
+            logger.error(
+                "[learner %d] fragment %d of outer step %d has the wrong digest; asking for the full value",
+                self._learner_id, message.fragment_index, message.version.outer_step,
+            )  # fmt: skip
+            return None
+        return decoded
+
+    def _prepare(self, message: ms.Publication, local: LocalFragment, published: Tensor) -> Prepared:
+        """What to do to the live value (DESIGN, on arrival)."""
+        assert self.welcome is not None
+        merged_id = dict(message.merged_updates).get(self._learner_id)
+        shipped = local.shipped
+        merged = shipped if shipped is not None and shipped.update_id == merged_id else None
+        if shipped is not None and merged is None and message.closed_round and shipped.round <= message.closed_round:
+            local.shipped = shipped = None
+        carried_steps = self.steps_done - local.accounted_steps
+        give_up = shipped is None and carried_steps > _CARRY_LIMIT * self.welcome.sync_every
+        correction = None
+        if local.anchor is not None and self.welcome.on_arrival == "carry" and not give_up:
+            correction = published - local.anchor
+            if merged is not None:
+                correction.add_(decode(merged.payload, merged.wire_format, correction.shape))
+        return Prepared(message.version, published, correction, merged, message.digest)
+
+    def _applied(self, message: ms.Publication, value_digest: str) -> ms.Applied:
+        return ms.Applied(fragment_index=message.fragment_index, version=message.version, digest=value_digest)
+
+    # ------------------------------------------------------------------------------------------------------ updates
+
+    def _encode_and_send(self, cut: Cut) -> None:
+        assert self.welcome is not None
+        wire_format = self.welcome.wire_format
+        try:
+            payload = encode(cut.anchor - cut.snapshot.result(), wire_format)
+        except ValueError as error:  # NaN or infinite values: an empty payload, which the syncer refuses and counts
+            logger.error("[learner %d] fragment %d: %s", self._learner_id, cut.ask.fragment_index, error)
+            payload = _EMPTY
+        shipped = Shipped(
+            self._update_id(cut.ask), cut.ask.round, payload, wire_format, cut.steps, cut.tokens, cut.anchor_version
+        )
+        with self.lock:
+            self.fragments[cut.ask.fragment_index].shipped = shipped
+        self._send_update(cut.ask, shipped, cut.held_seconds)
+
+    def _send_update(self, ask: ms.Ask, shipped: Shipped, held_seconds: float) -> None:
+        update = ms.Update(
+            round=ask.round,
+            fragment_index=ask.fragment_index,
+            update_id=shipped.update_id,
+            steps=shipped.steps,
+            tokens=shipped.tokens,
+            anchor=shipped.anchor,
+            wire_format=shipped.wire_format,
+            held_seconds=held_seconds,
+        )
+        self._link.send(update, shipped.payload)
+
+    def answer_nothing(self, waiting: OpenAsk, anchor: ms.Version) -> None:
+        """Answer an ask when there is no unmerged step."""
+        nothing = Shipped(self._update_id(waiting.ask), waiting.ask.round, _EMPTY, "fp32", 0, 0, anchor)
+        self._send_update(waiting.ask, nothing, time.monotonic() - waiting.arrived_at)
+
+    def _update_id(self, ask: ms.Ask) -> str:
+        return f"{self._incarnation}/{ask.round.incarnation}.{ask.round.number}"
+
+    def check(self) -> None:
+        """Raise what ended the exchange, if something did."""
+        if self.fatal is not None:
+            if isinstance(self.fatal, DiLoCoError):
+                raise self.fatal
+            raise DiLoCoError(f"the exchange with the syncer failed: {self.fatal!r}") from self.fatal

@@ -1,0 +1,357 @@
+"""The learner: what the training thread calls, at its step boundaries."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import uuid
+import warnings
+from collections.abc import Mapping
+
+import torch
+
+import hf_diloco
+from hf_diloco.config import DiLoCoPlugin
+from hf_diloco.core import messages as ms
+from hf_diloco.core.codec import encode
+from hf_diloco.core.fragments import Fragment, FragmentLayout
+from hf_diloco.errors import DiLoCoWarning, SyncerUnreachableError
+from hf_diloco.learner.exchange import Cut, Exchange
+from hf_diloco.learner.local import LocalFragment, Prepared
+from hf_diloco.learner.parameters import ModelParameters
+from hf_diloco.links.base import LearnerLink
+
+logger = logging.getLogger(__name__)
+
+_REPORT_EVERY_SECONDS = 0.05
+_SAY_EVERY_SECONDS = 10.0
+_WEIGHT_OF_NEWEST_STEP = 0.2
+_LONGEST_STEP = 4  # times the usual one: an evaluation between two steps does not count in full
+_GOODBYE_SECONDS = 5.0
+
+
+class Learner:
+    """One learner of a run: ships and applies fragments while the model trains.
+
+    All methods are for the thread that trains. None of them waits for the network but ``join`` and ``finish``; what
+    takes time runs in the background (:class:`~hf_diloco.learner.exchange.Exchange`). While the link is down,
+    training goes on and unmerged progress is kept.
+
+    Args:
+        parameters: the live model.
+        plugin: where the syncer is, and which learner this is.
+        total_steps: how long the training script means to train; None to take the run's.
+        files: config and tokenizer files by name, for the exported model; sent if this learner supplies the initial
+            values.
+        link: for tests; default is a link over ``torch.distributed.rpc`` to ``plugin.syncer``.
+    """
+
+    def __init__(
+        self,
+        parameters: ModelParameters,
+        plugin: DiLoCoPlugin,
+        *,
+        total_steps: int | None,
+        files: Mapping[str, bytes] | None = None,
+        link: LearnerLink | None = None,
+    ) -> None:
+        assert plugin.learner_id is not None
+        self.learner_id = plugin.learner_id
+        self.global_step = 0
+        self.total_steps = total_steps or 0
+        self._parameters, self._plugin = parameters, plugin
+        self._wanted_steps = total_steps
+        self._files = dict(files or {})
+        self._constants_digest = parameters.constants_digest()
+        incarnation = uuid.uuid4().hex[:12]
+        self._incarnation = incarnation
+        self._exchange = Exchange(
+            plugin.learner_id,
+            incarnation,
+            link or _rpc_link(plugin, incarnation),
+            hello=self._hello,
+            make_layout=self._layout,
+        )
+        self._steps = 0
+        self._tokens = 0
+        self._tokens_overwritten = 0.0
+        self._step_seconds = 0.0
+        self._stepped_at: float | None = None
+        self._reported_at = 0.0
+        self._loss: float | None = None
+        self._data_digest: str | None = None
+        self._finishing = False
+
+    # ------------------------------------------------------------------------------------------------------ joining
+
+    def join(self) -> None:
+        """Become part of the run: get the global parameters (or supply the initial ones) and wait for the start.
+
+        Raises:
+            SyncerUnreachableError: nobody answered for ``join_timeout_seconds``.
+            AuthenticationError: the token is wrong.
+            LearnerRefusedError: the syncer refused this learner.
+        """
+        logger.info("[learner %d] looking for the syncer at %s", self.learner_id, self._plugin.syncer)
+        exchange = self._exchange
+        opened_at = said_at = time.monotonic()
+        exchange.open()
+        while not self._joined():
+            with exchange.changed:
+                exchange.changed.wait(timeout=0.2)
+            exchange.check()
+            self._show_notices()
+            self._boundary()
+            if exchange.supply_wanted:
+                self._supply()
+            now = time.monotonic()
+            if not exchange.ever_linked and now - opened_at > self._plugin.join_timeout_seconds:
+                raise SyncerUnreachableError(
+                    f"no syncer answered at {self._plugin.syncer} for {self._plugin.join_timeout_seconds:.0f} s (last: "
+                    f"{exchange.last_error() or 'no answer'}). Check that `hf-diloco syncer` is running, that the "
+                    "address is right and that a firewall lets its port through."
+                )
+            if now - said_at > _SAY_EVERY_SECONDS:
+                said_at = now
+                what = "waiting for the other learners" if exchange.ever_linked else "no syncer yet, still trying"
+                logger.info("[learner %d] %s (%.0f s)", self.learner_id, what, now - opened_at)
+        assert exchange.welcome is not None
+        self.total_steps = exchange.welcome.total_steps
+        self._stepped_at = time.monotonic()
+        logger.info("[learner %d · step %d] training with %s", self.learner_id, self.global_step, self._plugin.syncer)
+
+    def _joined(self) -> bool:
+        with self._exchange.lock:
+            exchange = self._exchange
+            healed = bool(exchange.fragments) and all(local.version is not None for local in exchange.fragments)
+            if exchange.started_at is not None:
+                self.global_step = max(self.global_step, exchange.started_at)
+            return healed and (exchange.started_at is not None or exchange.released is not None)
+
+    def _hello(self) -> ms.Hello:
+        none = ms.Version(0, 0)
+        return ms.Hello(
+            incarnation=self._incarnation,
+            host=f"{socket.gethostname()}, pid {os.getpid()}",
+            shapes=tuple(self._parameters.shapes.items()),
+            averaged=self._parameters.averaged,
+            constants_digest=self._constants_digest,
+            total_steps=self._wanted_steps,
+            num_shards=self._plugin.num_shards,
+            library_version=hf_diloco.__version__,
+            torch_version=torch.__version__,
+            global_step=self.global_step,
+            held=tuple(local.version or none for local in self._exchange.fragments),
+        )
+
+    def _layout(self, welcome: ms.Welcome) -> FragmentLayout:
+        return FragmentLayout.build(self._parameters.shapes, welcome.num_fragments, welcome.averaged)
+
+    def _supply(self) -> None:
+        exchange = self._exchange
+        exchange.supply_wanted = False
+        logger.info("[learner %d] sending the initial parameters", self.learner_id)
+        for index, local in enumerate(exchange.fragments):
+            value = self._parameters.read(local.fragment).result()
+            exchange.send(ms.SupplyFragment(fragment_index=index), encode(value, "fp32"))
+        for name, tensor in self._parameters.constants():
+            message = ms.SupplyConstant(
+                name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape)
+            )
+            exchange.send(message, tensor.contiguous().view(-1).view(torch.uint8))
+        for name, content in self._files.items():
+            payload = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0).byte()
+            exchange.send(ms.SupplyFile(name=name), payload)
+        exchange.send(ms.Supplied(), torch.empty(0, dtype=torch.uint8))
+
+    # ----------------------------------------------------------------------------------------------------- training
+
+    def step(self, tokens: int, *, loss: float | None = None, data_digest: str | None = None) -> bool:
+        """Count one inner step, apply what has arrived, ship what was asked for.
+
+        Call it after the optimizer step, when no gradients are alive.
+
+        Args:
+            tokens: trained in this step.
+            loss: the last training loss, for people who watch.
+            data_digest: hash of the first batches, to find learners that read the same data.
+
+        Returns:
+            False when training should end: ``global_step`` has reached ``total_steps``, or the syncer says so. Then
+            call ``finish``.
+
+        Raises:
+            LearnerRefusedError: another process has taken this learner's place.
+        """
+        self._exchange.check()
+        now = time.monotonic()
+        if self._stepped_at is not None:
+            self._measure(now - self._stepped_at)
+        self._stepped_at = now
+        self.global_step += 1
+        self._steps += 1
+        self._tokens += tokens
+        self._exchange.steps_done = self._steps
+        self._loss, self._data_digest = loss, data_digest or self._data_digest
+        self._boundary()
+        if now - self._reported_at >= _REPORT_EVERY_SECONDS:
+            self._reported_at = now
+            self._report()
+        if self._exchange.notices:
+            self._show_notices()
+        ended = self._exchange.stop_reason is not None or self._exchange.released is not None
+        return not ended and self.global_step < self.total_steps
+
+    def _measure(self, seconds: float) -> None:
+        if not self._step_seconds:
+            self._step_seconds = seconds
+        seconds = min(seconds, _LONGEST_STEP * self._step_seconds)
+        self._step_seconds += _WEIGHT_OF_NEWEST_STEP * (seconds - self._step_seconds)
+
+    def _boundary(self) -> None:
+        """Apply results, then ship: an answer is cut from a value that everything applied so far is in."""
+        exchange = self._exchange
+        with exchange.lock:
+            ready = [
+                (index, local.fragment, self._take(local, local.ready))
+                for index, local in enumerate(exchange.fragments)
+                if local.ready is not None
+            ]
+        for index, fragment, prepared in ready:
+            self._apply(index, fragment, prepared)
+        if exchange.asks:
+            self._answer()
+
+    def _take(self, local: LocalFragment, prepared: Prepared) -> Prepared:
+        """Make the prepared value the anchor and settle the counts; the caller then writes to the model."""
+        local.ready = None
+        if prepared.merged is not None:
+            local.accounted_steps += prepared.merged.steps
+            local.accounted_tokens += prepared.merged.tokens
+            if local.shipped is prepared.merged:
+                local.shipped = None
+        if prepared.correction is None and local.anchor is not None:
+            self._tokens_overwritten += (self._tokens - local.accounted_tokens) / len(self._exchange.fragments)
+            local.accounted_steps, local.accounted_tokens = self._steps, self._tokens
+        local.anchor, local.version = prepared.published, prepared.version
+        return prepared
+
+    def _apply(self, index: int, fragment: Fragment, prepared: Prepared) -> None:
+        welcome = self._exchange.welcome
+        assert welcome is not None
+        if prepared.correction is not None:
+            self._parameters.add_(fragment, prepared.correction)
+        else:
+            mix = welcome.local_mix if welcome.on_arrival == "overwrite" and self._steps else 0.0
+            self._parameters.write_(fragment, prepared.published, mix)
+        self.global_step = max(self.global_step, prepared.version.outer_step)
+        applied = ms.Applied(fragment_index=index, version=prepared.version, digest=prepared.digest)
+        exact = welcome.on_arrival == "overwrite" and not welcome.local_mix and welcome.wire_format == "fp32"
+        self._exchange.confirm(applied, self._parameters.read(fragment) if exact else None)
+
+    def _answer(self) -> None:
+        exchange = self._exchange
+        with exchange.lock:
+            asks, exchange.asks = exchange.asks, {}
+            for index, waiting in asks.items():
+                local = exchange.fragments[index]
+                if local.anchor is None or local.version is None:
+                    continue
+                steps, tokens = self._steps - local.accounted_steps, self._tokens - local.accounted_tokens
+                if steps == 0:
+                    exchange.answer_nothing(waiting, local.version)
+                    continue
+                held_seconds = time.monotonic() - waiting.arrived_at
+                snapshot = self._parameters.read(local.fragment)
+                exchange.ship(Cut(waiting.ask, snapshot, local.anchor, local.version, steps, tokens, held_seconds))
+
+    def _report(self) -> None:
+        self._exchange.send(
+            ms.Progress(
+                global_step=self.global_step,
+                steps=self._steps,
+                tokens=self._tokens,
+                step_seconds=max(self._step_seconds, 1e-6),
+                loss=self._loss,
+                finished=self._finishing,
+                data_digest=self._data_digest,
+                tokens_overwritten=round(self._tokens_overwritten),
+            )
+        )
+
+    def _show_notices(self) -> None:
+        with self._exchange.lock:
+            notices, self._exchange.notices = self._exchange.notices, []
+        for text in notices:
+            warnings.warn(text, DiLoCoWarning, stacklevel=3)
+
+    # ----------------------------------------------------------------------------------------------------- the end
+
+    def finish(self) -> bool:
+        """Wait for the final global values; then the model holds them.
+
+        Goes on answering until the last fragment is merged. Blocks while other learners still train, at most the
+        run's ``finish_wait_seconds``, and while the syncer is away.
+
+        Returns:
+            False if the syncer was away for ``lost_timeout_seconds``; the model then keeps its local values, and a
+            warning was given.
+        """
+        exchange, self._finishing = self._exchange, True
+        logger.info("[learner %d · step %d] done; waiting for the final values", self.learner_id, self.global_step)
+        reported_on = -1
+        while exchange.released is None:
+            exchange.check()
+            self._boundary()
+            with exchange.changed:
+                num_links, away_seconds = exchange.num_links, time.monotonic() - exchange.down_since
+                linked = exchange.linked
+                if linked and num_links == reported_on and exchange.released is None and not self._has_work():
+                    exchange.changed.wait(timeout=1.0)
+            if linked and num_links != reported_on:
+                reported_on = num_links
+                self._report()
+            elif not linked and away_seconds > self._plugin.lost_timeout_seconds:
+                warnings.warn(
+                    f"the syncer at {self._plugin.syncer} was away for {away_seconds:.0f} s: the model keeps this "
+                    "learner's own values. The global ones can be had with `hf-diloco export` on the syncer's machine.",
+                    DiLoCoWarning,
+                    stacklevel=2,
+                )
+                return False
+            elif not linked:
+                time.sleep(0.05)
+        self._boundary()
+        self.restore()
+        logger.info("[learner %d · step %d] the model holds the global values", self.learner_id, self.global_step)
+        exchange.send(ms.Goodbye(reason="the run is over"), torch.empty(0, dtype=torch.uint8))
+        exchange.close(drain_seconds=_GOODBYE_SECONDS)
+        return True
+
+    def _has_work(self) -> bool:
+        return bool(self._exchange.asks) or any(local.ready is not None for local in self._exchange.fragments)
+
+    def restore(self) -> None:
+        """Write the global values, as this learner last received them, into the model."""
+        for local in self._exchange.fragments:
+            if local.anchor is not None:
+                self._parameters.write_(local.fragment, local.anchor)
+
+    def leave(self, reason: str) -> None:
+        """Take leave before the run is over; the others go on. The model keeps its local values."""
+        self._exchange.send(ms.Goodbye(reason=reason), torch.empty(0, dtype=torch.uint8))
+        self._exchange.close(drain_seconds=_GOODBYE_SECONDS)
+
+    def close(self) -> None:
+        """End the link without a word, as after an exception; the syncer counts this learner as absent. Idempotent."""
+        self._exchange.close()
+
+
+def _rpc_link(plugin: DiLoCoPlugin, incarnation: str) -> LearnerLink:
+    from hf_diloco.links.rpc import RpcLearnerLink
+
+    assert plugin.learner_id is not None
+    host, port = plugin.address
+    return RpcLearnerLink(host, port, plugin.read_token(), plugin.learner_id, incarnation)

@@ -1,0 +1,47 @@
+"""What a learner keeps of each fragment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from hf_diloco.core.fragments import Fragment
+from hf_diloco.core.messages import RoundId, Version
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """An update that was sent and may yet be merged; kept to be sent again, and to be taken out when it was."""
+
+    update_id: str
+    round: RoundId
+    payload: Tensor  # encoded anchor - value
+    wire_format: str
+    steps: int
+    tokens: int
+    anchor: Version
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A publication, decoded and checked, to be applied at the next step boundary."""
+
+    version: Version
+    published: Tensor  # the new anchor
+    correction: Tensor | None  # to be added to the live value; None: the live value is overwritten
+    merged: Shipped | None  # our update that is part of it
+    digest: str
+
+
+@dataclass
+class LocalFragment:
+    """One fragment at the learner; guarded by the exchange's lock."""
+
+    fragment: Fragment
+    anchor: Tensor | None = None  # flat fp32: the published value it last applied
+    version: Version | None = None  # of the anchor
+    shipped: Shipped | None = None
+    ready: Prepared | None = None
+    accounted_steps: int = field(default=0)  # steps and tokens merged, or given up, so far
+    accounted_tokens: int = field(default=0)

@@ -1,0 +1,1 @@
+"""The syncer: holds the global parameters, merges fragments, publishes them, writes down what it did."""

@@ -1,0 +1,136 @@
+"""Who may join, and what the people who watch want to know of each learner."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import hf_diloco
+from hf_diloco.config import DEFAULT_NUM_FRAGMENTS, SyncerConfig
+from hf_diloco.core.fragments import FragmentLayout, first_difference, most_fragments
+from hf_diloco.core.messages import Hello, Progress
+from hf_diloco.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the first learner's Hello and the settings fixed; every other learner must agree."""
+
+    config: SyncerConfig  # num_fragments, total_steps and num_shards resolved
+    layout: FragmentLayout
+    hello: Hello  # of the learner that was first
+    learner_id: int
+    lowered_from: int | None  # num_fragments before it was lowered to what the model allows
+
+    @classmethod
+    def from_first(cls, config: SyncerConfig, learner_id: int, hello: Hello) -> Terms:
+        """Fix the terms from the first learner.
+
+        Raises:
+            ConfigError: the settings do not fit this model, or nobody says how many steps the run has.
+        """
+        total_steps = config.total_steps or hello.total_steps
+        if total_steps is None:
+            raise ConfigError(
+                "neither the syncer nor the learner says how long the run is. Start the syncer with --total-steps, or "
+                "set max_steps in the training arguments."
+            )
+        shapes = dict(hello.shapes)
+        num_fragments = config.num_fragments
+        if num_fragments == DEFAULT_NUM_FRAGMENTS:
+            num_fragments = min(num_fragments, most_fragments(shapes))
+        layout = FragmentLayout.build(shapes, num_fragments, hello.averaged)
+        resolved = dataclasses.replace(
+            config,
+            num_fragments=num_fragments,
+            total_steps=total_steps,
+            num_shards=config.num_shards or hello.num_shards,
+        )
+        lowered_from = config.num_fragments if num_fragments < config.num_fragments else None
+        return cls(resolved, layout, hello, learner_id, lowered_from)
+
+    def objection(self, hello: Hello) -> str | None:
+        """Why a learner that says this may not join, with the remedy; None if it may."""
+        ours = self.hello
+        who = f"learner {self.learner_id} (first in this run)"
+        if hello.library_version != hf_diloco.__version__:
+            return (
+                f"this learner runs hf-diloco {hello.library_version}, the syncer {hf_diloco.__version__}. Install the "
+                "same version on both."
+            )
+        difference = first_difference(dict(ours.shapes), dict(hello.shapes), ours.averaged, hello.averaged)
+        if difference:
+            return f"its model has another layout than that of {who}: {difference}. Load the same model everywhere."
+        if hello.constants_digest != ours.constants_digest:
+            return (
+                f"this learner's frozen parameters or persistent buffers differ from those of {who} (digest "
+                f"{hello.constants_digest[:12]} instead of {ours.constants_digest[:12]}). Load the same base model "
+                "and revision."
+            )
+        if hello.total_steps not in (None, self.config.total_steps):
+            return (
+                f"this learner wants to train {hello.total_steps} steps, the run has {self.config.total_steps}. Set "
+                f"max_steps={self.config.total_steps} in its training arguments (--max_steps), or restart the syncer "
+                f"with --total-steps {hello.total_steps}."
+            )
+        if None not in (hello.num_shards, self.config.num_shards) and hello.num_shards != self.config.num_shards:
+            return (
+                f"this learner splits its training set into {hello.num_shards} shards, the run into "
+                f"{self.config.num_shards}. Set HF_DILOCO_NUM_SHARDS={self.config.num_shards} on its machine."
+            )
+        return None
+
+
+@dataclass
+class Account:
+    """What one learner id has trained and what became of it, over all its processes."""
+
+    learner_id: int
+    host: str = ""
+    steps: int = 0
+    global_step: int = 0
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    tokens_merged: float = 0.0  # mean over the fragments
+    tokens_overwritten: int = 0
+    num_late: int = 0
+    num_refused: int = 0
+    _tokens_before: int = 0  # of earlier processes
+    _tokens: int = 0
+    _reported_at: float | None = field(default=None, repr=False)
+
+    def begin(self, hello: Hello, *, new_process: bool) -> None:
+        """A link of this learner is up."""
+        self.host = hello.host
+        if new_process:
+            self._tokens_before += self._tokens
+            self._tokens, self._reported_at, self.tokens_per_second = 0, None, None
+
+    def report(self, progress: Progress) -> None:
+        """Take in a progress report."""
+        now = time.monotonic()
+        if self._reported_at is not None and now > self._reported_at and progress.tokens > self._tokens:
+            rate = (progress.tokens - self._tokens) / (now - self._reported_at)
+            old = self.tokens_per_second
+            self.tokens_per_second = rate if old is None else old + 0.1 * (rate - old)
+        self._tokens, self._reported_at = progress.tokens, now
+        self.steps, self.global_step = progress.steps, progress.global_step
+        self.tokens_overwritten = progress.tokens_overwritten
+        self.loss = self.loss if progress.loss is None else progress.loss
+
+    @property
+    def tokens_trained(self) -> int:
+        """Tokens trained by all processes under this id."""
+        return self._tokens_before + self._tokens
+
+    def to_dict(self, state: str) -> dict[str, Any]:
+        """For ``status.json``."""
+        return {
+            "learner_id": self.learner_id, "state": state, "host": self.host, "global_step": self.global_step,
+            "steps": self.steps, "loss": self.loss, "tokens_per_second": self.tokens_per_second,
+            "tokens_trained": self.tokens_trained, "tokens_merged": round(self.tokens_merged),
+            "tokens_overwritten": self.tokens_overwritten, "updates_late": self.num_late,
+            "updates_refused": self.num_refused,
+        }  # fmt: skip

@@ -1,0 +1,72 @@
+"""The initial values: sent once, by the first learner."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_diloco.core import messages as ms
+from hf_diloco.core.codec import decode
+from hf_diloco.errors import MessageError
+from hf_diloco.syncer.state import GlobalState
+
+
+class Supply:
+    """Collects what a learner sends of the model: fragments, constants (frozen parameters, buffers), files."""
+
+    def __init__(self) -> None:
+        self.complete = False
+        self.constants: dict[str, Tensor] = {}
+        self.files: dict[str, bytes] = {}
+        self._supplier: int | None = None
+        self._fragments: set[int] = set()
+
+    def take(self, learner_id: int, message: ms.Message, payload: Tensor | None, state: GlobalState) -> bool:
+        """Take in one message; True when it was the last one.
+
+        Values go into ``state`` at once. A second supplier (the first one died) begins anew.
+
+        Raises:
+            MessageError: the payload is missing, of the wrong size, or not finite; or something was left out.
+        """
+        if self.complete:
+            return False
+        if learner_id != self._supplier:
+            self._supplier, self._fragments = learner_id, set()
+            self.constants, self.files = {}, {}
+        if payload is None:
+            raise MessageError(f"{type(message).__name__} needs a payload")
+        if isinstance(message, ms.SupplyFragment):
+            self._take_fragment(message, payload, state)
+        elif isinstance(message, ms.SupplyConstant):
+            self.constants[message.name] = _tensor(message, payload)
+        elif isinstance(message, ms.SupplyFile):
+            if message.name != message.name.strip("./\\") or "/" in message.name or "\\" in message.name:
+                raise MessageError(f"a file must have a plain name, not {message.name[:80]!r}")
+            self.files[message.name] = payload.numpy().tobytes()
+        elif isinstance(message, ms.Supplied):
+            missing = set(range(state.layout.num_fragments)) - self._fragments
+            if missing:
+                raise MessageError(f"the initial value of fragment {min(missing)} was not sent")
+            self.complete = True
+        return self.complete
+
+    def _take_fragment(self, message: ms.SupplyFragment, payload: Tensor, state: GlobalState) -> None:
+        index = message.fragment_index
+        if not 0 <= index < state.layout.num_fragments:
+            raise MessageError(f"there is no fragment {index}")
+        value = decode(payload, "fp32", (state.layout.fragments[index].num_parameters,))
+        if not bool(torch.isfinite(value).all()):
+            raise MessageError(f"the initial value of fragment {index} holds NaN or infinite values")
+        state.set_initial(index, value)
+        self._fragments.add(index)
+
+
+def _tensor(message: ms.SupplyConstant, payload: Tensor) -> Tensor:
+    dtype = getattr(torch, message.dtype, None)
+    if not isinstance(dtype, torch.dtype) or any(size < 0 for size in message.shape):
+        raise MessageError(f"constant {message.name!r} has unknown dtype {message.dtype!r} or shape {message.shape}")
+    count = torch.Size(message.shape).numel()
+    if payload.numel() != count * dtype.itemsize:
+        raise MessageError(f"constant {message.name!r} has {payload.numel()} bytes, not {count * dtype.itemsize}")
+    return payload.clone().view(dtype).view(message.shape) if count else torch.empty(message.shape, dtype=dtype)
