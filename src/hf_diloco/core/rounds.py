@@ -200,7 +200,7 @@ class Rounds:
                     held = self.members[learner_id].fragments[fragment_index]
                     held.merged_update, held.merged_version = update_id, self.current[fragment_index]
                 self._pace.round_seconds.add(now - round.opened_at)
-                if previous.outer_step > 0:
+                if previous.outer_step > 0 and not round.final:
                     self._pace.steps_between_merges.add(round.outer_step - previous.outer_step)
                 del self.open_rounds[fragment_index]
 
@@ -234,6 +234,7 @@ class Rounds:
         self._finish(now)
         self._close_rounds(now)
         self._open_due_rounds(now)
+        self._save_if_drained()
         self._ask_more(now)
         self._publish()
         self._release(now)
@@ -394,12 +395,13 @@ class Rounds:
 
     def _finish(self, now: float) -> None:
         self._stop_stragglers(now)
-        if self.phase == "training":
-            if self._all_finished(now):
-                self.phase = "draining"
-                self.outer_step += 1
-                self._due = dict.fromkeys(range(self.config.num_fragments), self.outer_step)
-        elif self.phase == "draining" and not self._due and not self.open_rounds:
+        if self.phase == "training" and self._all_finished(now):
+            self.phase = "draining"
+            self.outer_step += 1
+            self._due = dict.fromkeys(range(self.config.num_fragments), self.outer_step)
+
+    def _save_if_drained(self) -> None:
+        if self.phase == "draining" and not self._due and not self.open_rounds:
             self.phase = "saving"
             self._actions.append(ev.SaveFinal())
 
