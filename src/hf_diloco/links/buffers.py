@@ -26,6 +26,11 @@ def map_region(fd: int, size: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(fd, size, mmap.MAP_SHARED), dtype=torch.uint8)
 
 
+def exact_piece(payload: Tensor, offset: int, size: int) -> Tensor:
+    """A view of these bytes that owns a storage of exactly this size: RPC would copy a slice before sending it."""
+    return torch.frombuffer(payload.numpy(), dtype=torch.uint8, count=size, offset=offset)
+
+
 class Buffer:
     """One region of this process. ``holds`` counts who still reads or writes it."""
 
@@ -41,6 +46,7 @@ class Buffer:
         self.passed_to: weakref.WeakSet[Any] = weakref.WeakSet()  # channels whose other side has mapped it
 
     def destroy(self) -> None:
+        """Let the memory go; who has mapped it keeps it."""
         os.close(self.fd)
         del self.tensor
 

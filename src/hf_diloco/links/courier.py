@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from hf_diloco.errors import AuthenticationError, LearnerRefusedError, MessageError
 from hf_diloco.links import child, handshake, wire
 from hf_diloco.links.agent import Agent
-from hf_diloco.links.buffers import MAX_PAYLOAD_BYTES, Buffer, BufferPool
+from hf_diloco.links.buffers import MAX_PAYLOAD_BYTES, Buffer, BufferPool, exact_piece
 from hf_diloco.links.channel import Channel
 from hf_diloco.links.loop import Loop
 from hf_diloco.links.relay import listen_for
@@ -208,7 +207,7 @@ class Courier:
             self._acknowledge(len(batch))
 
     def _upload(self, _control: socket.socket) -> None:
-        under_way: deque[tuple[torch.futures.Future, _Upload | None]] = deque()
+        under_way: deque[tuple[wire.Future, _Upload | None]] = deque()
 
         def finish_oldest() -> None:
             future, finished = under_way.popleft()
@@ -243,7 +242,7 @@ class Courier:
                     self._channel.post({"op": "message", "message": item["message"]})
 
     def _download(self, _control: socket.socket) -> None:
-        under_way: deque[tuple[torch.futures.Future, int, Buffer, Callable[[], None] | None]] = deque()
+        under_way: deque[tuple[wire.Future, int, Buffer, Callable[[], None] | None]] = deque()
 
         def finish_oldest() -> None:
             future, offset, buffer, deliver = under_way.popleft()
@@ -291,11 +290,9 @@ def _pieces(upload: _Upload) -> Iterator[tuple[list[Any], bool]]:
     if not total:
         yield [upload.number, 0, 0, last], True
         return
-    whole = memoryview(upload.payload.numpy())
     for offset in range(0, total, _PIECE_BYTES):
         length = min(_PIECE_BYTES, total - offset)
-        # a tensor of exactly these bytes: RPC would copy a slice of a larger one before sending it
-        piece = torch.frombuffer(whole, dtype=torch.uint8, count=length, offset=offset)
+        piece = exact_piece(upload.payload, offset, length)
         is_last = offset + length == total
         yield [upload.number, offset, total, last if is_last else None, piece], is_last
 

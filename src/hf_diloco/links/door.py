@@ -7,6 +7,7 @@ the other has gone); data connections are relayed to the link's gateway on loopb
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -85,14 +86,12 @@ class _Door:
             sock = self._controls.pop(number, None)
             self._ports.pop(self._tokens.pop(number, ""), None)
         if sock:
-            try:
+            with contextlib.suppress(OSError):
                 sock.settimeout(0.0)
                 send_document(sock, {"bye": reason})
-            except OSError:
-                pass
             _shut(sock)
 
-    # --------------------------------------------------------------------------------------------- who comes to the door
+    # ------------------------------------------------------------------------------------------- who comes to the door
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -182,10 +181,8 @@ class _Door:
 
 def _shut(sock: socket.socket) -> None:
     """End a connection; the thread that serves it closes it."""
-    try:
+    with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass
 
 
 def main() -> None:

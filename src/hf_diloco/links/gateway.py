@@ -23,7 +23,7 @@ from torch import Tensor
 from hf_diloco.errors import MessageError
 from hf_diloco.links import child, wire
 from hf_diloco.links.agent import Agent
-from hf_diloco.links.buffers import MAX_PAYLOAD_BYTES, Buffer, BufferPool
+from hf_diloco.links.buffers import MAX_PAYLOAD_BYTES, Buffer, BufferPool, exact_piece
 from hf_diloco.links.channel import Channel
 from hf_diloco.links.loop import Loop
 
@@ -68,7 +68,7 @@ class Gateway:
         self._items: deque[tuple[int, int, dict[str, Any]]] = deque()  # number, bytes, item: not seen by the courier
         self._num_items = 0
         self._outgoing: dict[int, _Outgoing] = {}
-        self._poll: tuple[int, torch.futures.Future] | None = None
+        self._poll: tuple[int, wire.Future] | None = None
         self._draining = False
         self._channel = Channel(sock, self._loop, self._told_by_syncer, lambda _reason: os._exit(0), self._pool)
 
@@ -132,10 +132,10 @@ class Gateway:
                 self._is_up = True
                 self._channel.post({"op": "up"})
 
-    def poll(self, token: str, seen: int) -> torch.futures.Future:
+    def poll(self, token: str, seen: int) -> wire.Future:
         """What the syncer sent after item ``seen``: at once if there is anything, else when there is."""
         self._check(token)
-        future: torch.futures.Future = torch.futures.Future()
+        future: wire.Future = torch.futures.Future()
         with self._lock:
             while self._items and self._items[0][0] <= seen:
                 self._items.popleft()
@@ -161,9 +161,9 @@ class Gateway:
         """A piece of an item's payload."""
         self._check(token)
         payload = self._outgoing[number].payload
-        if not (0 <= offset and 0 < size and offset + size <= payload.numel()):
+        if offset < 0 or size < 1 or offset + size > payload.numel():
             raise MessageError("outside the payload")
-        return torch.frombuffer(memoryview(payload.numpy()), dtype=torch.uint8, count=size, offset=offset)
+        return exact_piece(payload, offset, size)
 
     def took(self, token: str, number: int) -> None:
         """The learner has an item's payload."""
@@ -205,7 +205,8 @@ class Gateway:
             transfer = self._transfers.get(number) or self._begin(number, total)
         size = 0 if piece is None else piece.numel()
         if size:
-            assert piece is not None and transfer.buffer is not None
+            assert piece is not None
+            assert transfer.buffer is not None
             if piece.dtype != torch.uint8 or offset < 0 or offset + size > transfer.total:
                 raise MessageError("outside the payload")
             transfer.buffer.tensor[offset : offset + size].copy_(piece)

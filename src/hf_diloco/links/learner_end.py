@@ -166,7 +166,7 @@ class RpcLearnerLink:
         self._zygote.channel.close()
         self._pool.close()
 
-    # ---------------------------------------------------------------------------------- what happens, in the loop's thread
+    # ------------------------------------------------------------------------------ what happens, in the loop's thread
 
     def _start_zygote(self) -> None:
         assert self._loop is not None

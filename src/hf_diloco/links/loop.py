@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import logging
@@ -70,10 +71,8 @@ class Loop:
 
     def forget(self, sock: socket.socket) -> None:
         """Stop to watch. In the loop's thread."""
-        try:
+        with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(sock)
-        except (KeyError, ValueError):
-            pass
 
     def run(self) -> None:
         """Work until :meth:`stop`."""
@@ -94,10 +93,8 @@ class Loop:
         self._stopping = True
         if self._thread is None:
             return
-        try:
+        with contextlib.suppress(OSError):
             self._wake_write.send(b"x")
-        except OSError:
-            pass
         if self._thread is not threading.current_thread():
             self._thread.join()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -60,19 +61,15 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
     except OSError:
         pass
     for sock in (source, sink):
-        try:
+        with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
 
 
 def _splice(source: socket.socket, sink: socket.socket) -> None:
     read_end, write_end = os.pipe()
     try:
-        try:
+        with contextlib.suppress(OSError):  # above this user's limit: the default size works too
             fcntl.fcntl(write_end, _F_SETPIPE_SZ, _PIPE_BYTES)
-        except OSError:  # above this user's limit: the default size works too
-            pass
         while moved := os.splice(source.fileno(), write_end, _PIPE_BYTES):
             while moved:
                 moved -= os.splice(read_end, sink.fileno(), moved)

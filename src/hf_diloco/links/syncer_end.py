@@ -179,7 +179,7 @@ class RpcSyncerLinks:
         self._listener.close()
         self._pool.close()
 
-    # ------------------------------------------------------------------------------------------ door and zygote, in the loop
+    # ------------------------------------------------------------------------------------- door and zygote, in the loop
 
     def _start_door(self) -> None:
         assert self._loop is not None
@@ -249,7 +249,7 @@ class RpcSyncerLinks:
         link.channel.post({"op": "leave"})
         self._loop.call_later(_LEAVE_SECONDS, lambda: self._end(link, link.reason))
 
-    # ------------------------------------------------------------------------------------------------ links, in the loop
+    # ---------------------------------------------------------------------------------------------- links, in the loop
 
     def _hello(self, control: int, request: dict[str, Any], peer: str) -> None:
         def refuse(text: str, kind: str = "lost") -> None:

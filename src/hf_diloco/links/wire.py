@@ -5,11 +5,13 @@ agent starts (C++ keeps the functions it finds then). What C++ still runs for a 
 operators) is closed by the door, which lets only holders of the token through.
 """
 
+# mypy: disable-error-code="attr-defined, no-untyped-call, no-any-return, assignment"  (torch does not annotate these)
+
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.rpc as rpc
@@ -20,6 +22,11 @@ from hf_diloco.errors import MessageError, UnsupportedError
 MAX_CALL_BYTES = 40 << 20  # above channel.MAX_FRAME_BYTES
 _MAX_DEPTH = 32
 
+if TYPE_CHECKING:
+    Future = torch.futures.Future[Any]
+else:
+    Future = torch.futures.Future
+
 _endpoints: dict[str, Callable[..., Any]] = {}  # what a peer may call in this process
 
 
@@ -28,7 +35,7 @@ def offer(name: str, function: Callable[..., Any], *, is_async: bool = False) ->
     _endpoints[name] = rpc.functions.async_execution(function) if is_async else function
 
 
-def call(to: str, name: str, *args: Any, timeout_seconds: float, is_async: bool = False) -> torch.futures.Future:
+def call(to: str, name: str, *args: Any, timeout_seconds: float, is_async: bool = False) -> Future:
     """Call an endpoint of the peer. ``is_async`` must be as it was offered; timeout 0 is none."""
     return rpc.rpc_async(to, _ASYNC_STUBS[name] if is_async else _Stub(name), args=args, timeout=timeout_seconds)
 
@@ -147,6 +154,6 @@ def install() -> None:
             "pickle codec; install a torch release that hf-diloco supports (2.6 to 2.14)."
         )
     codec = _Codec()
-    internal._internal_rpc_pickler = api._internal_rpc_pickler = api._default_pickler = codec  # type: ignore[assignment]
+    internal._internal_rpc_pickler = api._internal_rpc_pickler = api._default_pickler = codec
     internal.serialize, internal.deserialize = codec.serialize, codec.deserialize
     internal._run_function, internal._handle_exception = _run_function, _handle_exception
