@@ -4,7 +4,8 @@ Two private names of torch are used here and nowhere else: the key ``addrs/<name
 its peers, and ``_update_group_membership``. :func:`self_test` says clearly when a release has changed them.
 """
 
-# mypy: disable-error-code="attr-defined, no-untyped-call, arg-type"  (torch does not annotate these)
+# torch does not annotate these:
+# mypy: disable-error-code="attr-defined, no-untyped-call, arg-type"
 
 from __future__ import annotations
 

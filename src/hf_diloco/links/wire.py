@@ -5,7 +5,8 @@ agent starts (C++ keeps the functions it finds then). What C++ still runs for a 
 operators) is closed by the door, which lets only holders of the token through.
 """
 
-# mypy: disable-error-code="attr-defined, no-untyped-call, no-any-return, assignment"  (torch does not annotate these)
+# torch does not annotate these:
+# mypy: disable-error-code="attr-defined, no-untyped-call, no-any-return, assignment"
 
 from __future__ import annotations
 
