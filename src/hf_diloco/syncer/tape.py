@@ -15,7 +15,7 @@ class Tape:
     """``tape.jsonl``: the log of the run, and what its merges can be checked against.
 
     Every line has ``kind`` and ``seconds`` since the tape was opened. Kinds: ``start`` (settings, wall clock time),
-    ``layout``, ``join``, ``leave``, ``round`` (one merge), ``applied`` (a learner's digest of what it applied),
+    ``layout``, ``values`` (digests of the initial values), ``join``, ``leave``, ``round`` (one merge), ``applied`` (a learner's digest of what it applied),
     ``refusal``, ``warning``, ``checkpoint``, ``finish``.
 
     Args:

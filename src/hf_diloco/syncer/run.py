@@ -1,0 +1,349 @@
+"""One run from the moment its terms are fixed: drives ``Rounds`` with what learners say, and does what it says."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_diloco.config import config_to_dict
+from hf_diloco.core import events as ev
+from hf_diloco.core import messages as ms
+from hf_diloco.core.codec import decode
+from hf_diloco.core.merge import MergeAccumulator, token_weight
+from hf_diloco.core.rounds import Rounds
+from hf_diloco.errors import MessageError
+from hf_diloco.links.base import SyncerLinks
+from hf_diloco.syncer.checkpoint import save_checkpoint
+from hf_diloco.syncer.roster import Account, Terms
+from hf_diloco.syncer.run_directory import RunDirectory
+from hf_diloco.syncer.state import GlobalState
+from hf_diloco.syncer.supply import Supply
+from hf_diloco.syncer.tape import Tape
+
+logger = logging.getLogger(__name__)
+
+
+class Run:
+    """Global parameters, protocol and accounts of one run; all methods are for the syncer's one thread.
+
+    Args:
+        terms: what the first learner and the settings fixed.
+        links: to send on.
+        tape: to write to.
+        run_directory: where the final values go.
+    """
+
+    def __init__(self, terms: Terms, links: SyncerLinks, tape: Tape, run_directory: RunDirectory) -> None:
+        self.terms = terms
+        self.rounds = Rounds(terms.config)
+        self.state = GlobalState(terms.layout, terms.config)
+        self.supply = Supply()
+        self.deadline: float | None = None  # when a Tick is wanted
+        self.saved = False
+        self.num_merges = 0
+        self._links, self._tape, self._directory = links, tape, run_directory
+        self._accounts: dict[int, Account] = {}
+        self._incarnations: dict[int, str] = {}
+        self._sums: dict[ms.RoundId, MergeAccumulator] = {}
+        self._taken: dict[ms.RoundId, list[dict[str, Any]]] = {}  # participants, as the tape will show them
+        self._update: tuple[ms.Update, Tensor | None] | None = None  # the answer being handled, decoded
+        self._readers: dict[str, int] = {}  # digest of the first batches -> learner that read them
+        self._events: deque[ev.Event] = deque()
+        self._num_participants = 0
+        self._last_participants: list[int] = []
+
+    @property
+    def outer_step(self) -> int:
+        """t."""
+        return self.rounds.outer_step
+
+    # ------------------------------------------------------------------------------------------ what learners say
+
+    def join(self, learner_id: int, hello: ms.Hello) -> None:
+        """Let a learner in whose Hello fits the terms."""
+        new_process = self._incarnations.get(learner_id) != hello.incarnation
+        self._incarnations[learner_id] = hello.incarnation
+        account = self._accounts.setdefault(learner_id, Account(learner_id))
+        account.begin(hello, new_process=new_process)
+        logger.info("[syncer · step %d] learner %d (%s) is here", self.outer_step, learner_id, hello.host)
+        self._tape.write("join", learner_id=learner_id, incarnation=hello.incarnation, host=hello.host)
+        self._links.send([learner_id], self._welcome())
+        joined = ev.Joined(
+            learner_id=learner_id, incarnation=hello.incarnation, global_step=hello.global_step, held=hello.held
+        )
+        self.dispatch(joined)
+
+    def leave(self, learner_id: int, reason: str, *, for_good: bool) -> None:
+        """A learner's link is gone, or it took leave."""
+        member = self.rounds.members.get(learner_id)
+        if member is None or not (member.linked or for_good):
+            return
+        how = "took leave" if for_good else "is away"
+        logger.info("[syncer · step %d] learner %d %s: %s", self.outer_step, learner_id, how, reason)
+        self._tape.write("leave", learner_id=learner_id, reason=reason, for_good=for_good)
+        self.dispatch(ev.Left(learner_id=learner_id, for_good=for_good))
+
+    def take(self, learner_id: int, message: ms.Message, payload: Tensor | None) -> None:
+        """Handle a message of a learner that was let in.
+
+        Raises:
+            MessageError: it makes no sense.
+        """
+        if learner_id not in self.rounds.members:
+            return  # it was refused, or has not said hello
+        if isinstance(message, ms.Progress):
+            self._on_progress(learner_id, message)
+        elif isinstance(message, ms.Update):
+            self._on_update(learner_id, message, payload)
+        elif isinstance(message, ms.Applied):
+            self._on_applied(learner_id, message)
+        elif isinstance(message, ms.NeedFull):
+            self._tape.write("refusal", learner_id=learner_id, fragment_index=message.fragment_index, reason="misfit")
+            self.dispatch(ev.FullNeeded(learner_id=learner_id, fragment_index=message.fragment_index))
+        elif isinstance(message, ms.Goodbye):
+            self.leave(learner_id, message.reason, for_good=True)
+        elif self.supply.take(learner_id, message, payload, self.state):
+            self._tape.write("values", learner_id=learner_id, digests=self.state.digests)
+            self.dispatch(ev.ValuesSupplied(learner_id=learner_id))
+
+    def _welcome(self) -> ms.Welcome:
+        config = self.terms.config
+        assert config.total_steps is not None
+        return ms.Welcome(
+            incarnation=self.rounds.incarnation,
+            num_fragments=config.num_fragments,
+            sync_every=config.sync_every,
+            outer_step=self.rounds.outer_step,
+            total_steps=config.total_steps,
+            on_arrival=config.on_arrival,
+            local_mix=config.local_mix,
+            wire_format=config.wire_format,
+            averaged=self.terms.hello.averaged,
+            outer_lr=config.outer_lr,
+            outer_momentum=config.outer_momentum,
+        )
+
+    def _on_progress(self, learner_id: int, message: ms.Progress) -> None:
+        self._accounts[learner_id].report(message)
+        if message.data_digest:
+            self._compare_data(learner_id, message.data_digest)
+        self.dispatch(
+            ev.Reported(
+                learner_id=learner_id,
+                global_step=message.global_step,
+                steps=message.steps,
+                step_seconds=message.step_seconds,
+                finished=message.finished,
+            )
+        )
+
+    def _compare_data(self, learner_id: int, data_digest: str) -> None:
+        other = self._readers.setdefault(data_digest, learner_id)
+        if other in (learner_id, -1):
+            return
+        self._readers[data_digest] = -1  # said once
+        text = (
+            f"learners {other} and {learner_id} read the same training data in the same order, so the second adds "
+            "nothing. Give each its own part: shard_dataset(dataset), or another data_seed in its training arguments."
+        )
+        logger.warning("[syncer · step %d] %s", self.outer_step, text)
+        self._tape.write("warning", learner_ids=[other, learner_id], text=text)
+        self._links.send([other, learner_id], ms.Notice(text=text))
+
+    def _on_update(self, learner_id: int, message: ms.Update, payload: Tensor | None) -> None:
+        refused, shipped = None, None
+        if message.steps > 0:
+            shipped, refused = self._decode(message, payload)
+        if refused:
+            self._accounts[learner_id].num_refused += 1
+            logger.warning("[syncer · step %d] update of learner %d refused: %s", self.outer_step, learner_id, refused)
+            self._tape.write("refusal", learner_id=learner_id, update_id=message.update_id, reason=refused)
+        self._update = (message, shipped)
+        self.dispatch(
+            ev.Answered(
+                learner_id=learner_id,
+                round=message.round,
+                fragment_index=message.fragment_index,
+                update_id=message.update_id,
+                steps=message.steps,
+                weight=token_weight(message.tokens, message.steps),
+                anchor=message.anchor,
+                held_seconds=message.held_seconds,
+                refused=refused is not None,
+            )
+        )
+
+    def _decode(self, message: ms.Update, payload: Tensor | None) -> tuple[Tensor | None, str | None]:
+        """The shipped difference, or why it must not be merged."""
+        fragments = self.state.layout.fragments
+        if not 0 <= message.fragment_index < len(fragments):
+            return None, f"there is no fragment {message.fragment_index}"
+        if payload is None:
+            return None, "it has no payload"
+        try:
+            shape = (fragments[message.fragment_index].num_parameters,)
+            shipped = decode(payload, message.wire_format, shape)
+        except (MessageError, ValueError) as error:
+            return None, str(error)
+        if not bool(torch.isfinite(shipped).all()):
+            return None, "it holds NaN or infinite values"
+        return shipped, None
+
+    def _on_applied(self, learner_id: int, message: ms.Applied) -> None:
+        if not 0 <= message.fragment_index < len(self.rounds.current):
+            return
+        self._tape.write(
+            "applied",
+            learner_id=learner_id,
+            fragment_index=message.fragment_index,
+            version=list(message.version),
+            digest=message.digest,
+        )
+        self.dispatch(
+            ev.Acknowledged(learner_id=learner_id, fragment_index=message.fragment_index, version=message.version)
+        )
+
+    # -------------------------------------------------------------------------------------------- what Rounds wants
+
+    def dispatch(self, event: ev.Event) -> None:
+        """Tell the protocol, and do what follows from it."""
+        self._events.append(event)
+        while self._events:
+            for action in self.rounds.handle(self._events.popleft(), time.monotonic()):
+                self._perform(action)
+        self._update = None
+
+    def _perform(self, action: ev.Action) -> None:
+        if isinstance(action, ev.WaitUntil):
+            self.deadline = action.time
+        elif isinstance(action, ev.Publish):
+            self._publish(action)
+        elif isinstance(action, ev.AskUpdates):
+            ask = ms.Ask(round=action.round, fragment_index=action.fragment_index)
+            self._links.send(list(action.learner_ids), ask)
+        elif isinstance(action, ev.AcceptUpdate):
+            self._accept(action)
+        elif isinstance(action, ev.RejectUpdate):
+            self._accounts[action.learner_id].num_late += 1
+            logger.debug("[syncer] update of learner %d not merged: %s", action.learner_id, action.reason)
+            closed = ms.RoundClosed(round=action.round, fragment_index=action.fragment_index)
+            self._links.send([action.learner_id], closed)
+        elif isinstance(action, ev.CloseRound):
+            closed = ms.RoundClosed(round=action.round, fragment_index=action.fragment_index)
+            self._links.send(list(action.learner_ids), closed)
+        elif isinstance(action, ev.MergeRound):
+            self._merge(action)
+        elif isinstance(action, ev.DiscardRound):
+            self._sums.pop(action.round, None)
+            self._taken.pop(action.round, None)
+        else:
+            self._perform_on_learner(action)
+
+    def _perform_on_learner(self, action: ev.Action) -> None:
+        if isinstance(action, ev.RequestValues):
+            self._links.send([action.learner_id], ms.SendValues())
+        elif isinstance(action, ev.StartTraining):
+            self._links.send([action.learner_id], ms.Start(outer_step=self.outer_step))
+        elif isinstance(action, ev.StopTraining):
+            self._links.send([action.learner_id], ms.Stop(reason="another learner finished some time ago"))
+        elif isinstance(action, ev.SaveFinal):
+            self.save_final()
+            self._events.append(ev.Saved())
+        elif isinstance(action, ev.Release):
+            self._links.send([action.learner_id], ms.Released(outer_step=self.outer_step))
+
+    def _accept(self, action: ev.AcceptUpdate) -> None:
+        assert self._update is not None
+        message, shipped = self._update
+        assert shipped is not None
+        index = message.fragment_index
+        if action.round not in self._sums:
+            self._sums[action.round] = self.state.new_accumulator(index)
+        pseudogradient = self.state.pseudogradient(index, shipped, stale_anchor=action.stale_anchor)
+        self._sums[action.round].add(pseudogradient, action.weight)
+        self._taken.setdefault(action.round, []).append(
+            {"learner_id": action.learner_id, "update_id": message.update_id, "steps": message.steps,
+             "tokens": message.tokens, "weight": action.weight, "norm": float(pseudogradient.norm())}
+        )  # fmt: skip
+
+    def _merge(self, action: ev.MergeRound) -> None:
+        started = time.monotonic()
+        participants = self._taken.pop(action.round)
+        self.state.merge(action.fragment_index, self._sums.pop(action.round).result())
+        self._tape.write(
+            "round",
+            durable=True,  # who was merged must be known before anybody learns the result
+            round=list(action.round),
+            fragment_index=action.fragment_index,
+            version=list(action.version),
+            digest=self.state.digests[action.fragment_index],
+            participants=participants,
+            num_asked=action.num_asked,
+            quorum_seconds=round(action.quorum_seconds, 4),
+            grace_seconds=round(action.grace_seconds, 4),
+            merge_seconds=round(time.monotonic() - started, 4),
+        )
+        for participant in participants:
+            account = self._accounts[participant["learner_id"]]
+            account.tokens_merged += participant["tokens"] / len(self.state.values)
+        self.num_merges += 1
+        self._num_participants += len(participants)
+        self._last_participants = sorted(participant["learner_id"] for participant in participants)
+        logger.info(
+            "[syncer · step %d] fragment %d merged from learners %s",
+            action.version.outer_step, action.fragment_index, self._last_participants,
+        )  # fmt: skip
+        self._events.append(ev.Merged(round=action.round))
+
+    def _publish(self, action: ev.Publish) -> None:
+        payload, wire_format = self.state.payload(action.fragment_index, full=action.base is None)
+        message = ms.Publication(
+            fragment_index=action.fragment_index,
+            version=action.version,
+            base=action.base,
+            wire_format=wire_format,
+            digest=self.state.digests[action.fragment_index],
+            merged_updates=action.merged_updates,
+            closed_round=action.closed_round,
+        )
+        self._links.send(list(action.learner_ids), message, payload)
+
+    # --------------------------------------------------------------------------------------------- what is left behind
+
+    def save_final(self) -> None:
+        """Theta := Theta-hat, on disk; once."""
+        if self.saved or not self.supply.complete:
+            return
+        self.state.settle()
+        meta = {"config": config_to_dict(self.terms.config), "fingerprint": self.state.layout.fingerprint}
+        groups = {"global": self.state.tensors(), "constants": self.supply.constants}
+        save_checkpoint(self._directory.checkpoints, self.outer_step, groups, meta, self.supply.files)
+        self.saved = True
+        self._tape.write("checkpoint", durable=True, outer_step=self.outer_step)
+
+    def status(self, now: float) -> dict[str, Any]:
+        """The run's part of ``status.json``."""
+        states = {member.learner_id: member.state(now) for member in self.rounds.members.values()}
+        moved = [self._links.bytes_moved(learner_id) for learner_id in self._accounts]
+        phases = {"draining": "finishing", "saving": "finishing", "finished": "finished"}
+        return {
+            "state": phases.get(self.rounds.phase, "training") if self.rounds.started else "waiting",
+            "outer_step": self.outer_step,
+            "total_steps": self.terms.config.total_steps,
+            "num_fragments": self.terms.config.num_fragments,
+            "effective_sync_every": round(self.rounds.effective_sync_every, 1),
+            "merges": self.num_merges,
+            "last_participants": self._last_participants,
+            "mean_participants": self._num_participants / self.num_merges if self.num_merges else None,
+            "bytes_received": sum(received for received, _ in moved),
+            "bytes_sent": sum(sent for _, sent in moved),
+            "learners": [
+                account.to_dict(states.get(learner_id, "absent"))
+                for learner_id, account in sorted(self._accounts.items())
+            ],
+        }
