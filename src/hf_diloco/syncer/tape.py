@@ -15,8 +15,8 @@ class Tape:
     """``tape.jsonl``: the log of the run, and what its merges can be checked against.
 
     Every line has ``kind`` and ``seconds`` since the tape was opened. Kinds: ``start`` (settings, wall clock time),
-    ``layout``, ``values`` (digests of the initial values), ``join``, ``leave``, ``round`` (one merge), ``applied`` (a learner's digest of what it applied),
-    ``refusal``, ``warning``, ``checkpoint``, ``finish``.
+    ``layout``, ``values`` (digests of the initial values), ``join``, ``leave``, ``round`` (one merge), ``applied``
+    (a learner's digest of what it applied), ``refusal``, ``warning``, ``checkpoint``, ``finish``.
 
     Args:
         path: of the file; it is made, or appended to.
