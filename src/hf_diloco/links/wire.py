@@ -55,7 +55,7 @@ class _Stub:
 class _AsyncStubs(dict[str, _Stub]):
     def __missing__(self, name: str) -> _Stub:
         stub = self[name] = _Stub(name)
-        stub._wrapped_async_rpc_function = stub  # type: ignore[attr-defined]  # how RPC knows an async endpoint
+        stub._wrapped_async_rpc_function = stub  # how RPC knows an async endpoint
         return stub
 
 
