@@ -265,13 +265,13 @@ def _reseed(dataloader: Any, seed: int) -> None:
     ``args.data_seed`` cannot do it: it has been read before the first event. The sampler can, until the first batch
     is drawn. A dataset without a sampler (iterable) keeps its order: it differs by its shard.
     """
-    sampler = dataloader
-    while sampler is not None and not hasattr(sampler, "initial_seed"):
-        if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
-            generator.manual_seed(seed)
-        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
-    if sampler is not None:
-        sampler.initial_seed = seed
+    while dataloader is not None:  # then its batch sampler, what that wraps, and last the sampler of examples
+        batches = getattr(dataloader, "batch_sampler", None)
+        dataloader = getattr(dataloader, "sampler", None) if batches is None else batches
+        if hasattr(dataloader, "initial_seed"):  # accelerate's, Trainer's default: seeded anew for each epoch
+            dataloader.initial_seed = seed
+        elif hasattr(dataloader, "generator"):  # None would be the process-wide one, seeded alike at all learners
+            dataloader.generator = torch.Generator().manual_seed(seed)
 
 
 def _can_follow(scheduler: Any) -> bool:

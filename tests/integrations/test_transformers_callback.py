@@ -1,0 +1,410 @@
+"""DiLoCoCallback in a real Trainer, with a learner that follows a script."""
+
+import gc
+import json
+import logging
+import weakref
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from trainers import NUM_SAMPLES, Recorder, make_model, make_trainer, plugin
+from transformers import (
+    EarlyStoppingCallback,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from hf_diloco.errors import DiLoCoWarning, LearnerRefusedError, UnsupportedError
+from hf_diloco.integrations import transformers as integration
+from hf_diloco.integrations.transformers import DiLoCoCallback
+
+pytestmark = pytest.mark.fast
+
+
+class ScriptedLearner:
+    """Stands for Learner: jumps the clock and ends the run where the test says."""
+
+    instances: list["ScriptedLearner"] = []  # noqa: RUF012
+    starts_at, jumps, ends_at, finishes, join_error = 0, {}, None, True, None
+
+    def __init__(self, parameters, plugin, *, total_steps, files, link):
+        self.parameters, self.total_steps, self.files, self.link = parameters, total_steps, files, link
+        self.calls, self.tokens, self.losses, self.digests, self.global_step = [], [], [], [], 0
+        self.instances.append(self)
+
+    def join(self):
+        self.calls.append("join")
+        if self.join_error:
+            raise self.join_error
+        self.global_step = self.starts_at
+
+    def step(self, tokens, *, loss=None, data_digest=None):
+        self.tokens.append(tokens)
+        self.losses.append(loss)
+        self.digests.append(data_digest)
+        self.global_step = max(self.global_step + 1, self.jumps.get(len(self.tokens), 0))
+        return self.global_step < (self.ends_at or self.total_steps)
+
+    def _fill(self):
+        with torch.no_grad():
+            for parameter in self.parameters._trainable.values():
+                parameter.fill_(0.25)
+
+    def finish(self):
+        self.calls.append("finish")
+        if self.finishes:
+            self._fill()
+        return self.finishes
+
+    def restore(self):
+        self.calls.append("restore")
+        self._fill()
+
+    def leave(self, reason):
+        self.calls.append(f"leave: {reason}")
+
+    def close(self):
+        self.calls.append("close")
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    for name in ("SYNCER", "LEARNER_ID", "NUM_SHARDS", "TOKEN", "TOKEN_FILE"):
+        monkeypatch.delenv(f"HF_DILOCO_{name}", raising=False)
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """A fresh ScriptedLearner class in the place of Learner."""
+    script = type("Script", (ScriptedLearner,), {"instances": []})
+    monkeypatch.setattr(integration, "Learner", script)
+    return script
+
+
+def holds_global(model):
+    return all(bool((parameter == 0.25).all()) for parameter in model.parameters())
+
+
+# ------------------------------------------------------------------------------------------------------- off, and names
+
+
+def test_without_a_syncer_nothing_happens_and_it_is_said_once(tmp_path, scripted, caplog):
+    with caplog.at_level(logging.INFO, "hf_diloco"):
+        trainer = make_trainer(tmp_path, DiLoCoCallback())
+        trainer.train()
+    assert [record.message for record in caplog.records if "hf-diloco is off" in record.message] == [
+        "hf-diloco is off: no syncer address (HF_DILOCO_SYNCER); training goes on without it."
+    ]
+    assert not scripted.instances
+    assert trainer.args.output_dir == str(tmp_path / "out")
+    alone = make_trainer(tmp_path)
+    alone.train()
+    for ours, theirs in zip(trainer.model.parameters(), alone.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_each_learner_has_its_own_directory_and_run_name(tmp_path, scripted):
+    trainer = make_trainer(tmp_path, DiLoCoCallback(plugin()), save_strategy="steps", save_steps=3)
+    assert trainer.args.output_dir == str(tmp_path / "out" / "learner-2")
+    assert trainer.args.run_name == "out-learner-2"
+    trainer.train()
+    trainer.save_metrics("train", {"x": 1})
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["learner-2"]
+    assert (tmp_path / "out" / "learner-2" / "checkpoint-3").is_dir()
+    again = Trainer(model=make_model(), args=trainer.args, callbacks=[DiLoCoCallback(plugin())])
+    assert again.args.output_dir == str(tmp_path / "out" / "learner-2")
+    named = make_trainer(tmp_path, DiLoCoCallback(plugin(0)), run_name="mine")
+    assert named.args.run_name == "mine-learner-0"
+
+
+def test_attach_puts_it_before_the_reporters(tmp_path, scripted):
+    trainer = make_trainer(tmp_path)
+    callback = DiLoCoCallback(plugin())
+    callback.attach(trainer)
+    assert trainer.callback_handler.callbacks[0] is callback
+    assert trainer.args.output_dir.endswith("learner-2")
+    late = make_trainer(tmp_path)
+    late.add_callback(DiLoCoCallback(plugin()))
+    late.train()
+    assert late.args.output_dir.endswith("learner-2")
+
+
+def test_learners_do_not_push(scripted, tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, push_to_hub=True)
+    with pytest.warns(DiLoCoWarning, match="push_to_hub is off for this learner"):
+        DiLoCoCallback(plugin()).on_init_end(args, None, None)
+    assert not args.push_to_hub
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("world_size", 2, "2 processes; learners of several processes come with the next release.*num-learners"),
+        ("n_gpu", 4, "4 GPUs.*CUDA_VISIBLE_DEVICES"),
+        ("deepspeed_plugin", object(), "DeepSpeed"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_the_trainer_is_made(tmp_path, monkeypatch, name, value, message):
+    monkeypatch.setattr(TrainingArguments, name, property(lambda self: value, lambda self, new: None), raising=False)
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    with pytest.raises(UnsupportedError, match=message):
+        DiLoCoCallback(plugin()).on_init_end(args, None, None)
+    DiLoCoCallback().on_init_end(args, None, None)
+
+
+# --------------------------------------------------------------------------------------------- what the learner is told
+
+
+def test_tokens_are_those_that_trainer_counts(tmp_path, scripted):
+    trainer = make_trainer(
+        tmp_path, DiLoCoCallback(plugin()), gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=2,
+        include_num_input_tokens_seen="non_padding",
+    )  # fmt: skip
+    trainer.train()
+    learner = scripted.instances[0]
+    assert learner.total_steps == 6
+    assert len(learner.tokens) == 6
+    assert sum(learner.tokens) == trainer.state.num_input_tokens_seen > 0
+    assert learner.losses[:2] == [None, None]
+    assert learner.losses[2] == pytest.approx(trainer.state.log_history[0]["loss"])
+    assert learner.digests[0] is None
+    assert learner.digests[1] == learner.digests[5] is not None
+    assert not trainer.model._forward_pre_hooks
+
+
+def test_files_of_the_exported_model(tmp_path, scripted):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    trainer = make_trainer(tmp_path, DiLoCoCallback(plugin()))
+    trainer.callback_handler.processing_class = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    trainer.train()
+    files = scripted.instances[0].files
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= files.keys()
+    trainer.model.save_pretrained(tmp_path / "saved")
+    assert json.loads(files["config.json"]) == json.loads((tmp_path / "saved" / "config.json").read_text())
+
+
+def test_learners_read_in_different_orders_and_each_again_in_its_own(tmp_path, scripted):
+    def batches(learner_id, **arguments):
+        recorder = Recorder()
+        make_trainer(tmp_path, DiLoCoCallback(plugin(learner_id)), recorder, **arguments).train()
+        return torch.stack(recorder.batches)
+
+    order = batches(0)
+    assert torch.equal(order, batches(0))
+    assert not torch.equal(order, batches(1))
+    assert not torch.equal(order, batches(0, data_seed=7))
+    assert torch.equal(batches(0, data_seed=7), batches(0, data_seed=7, seed=5))
+    for arguments in (
+        {"accelerator_config": {"use_seedable_sampler": False}},
+        {"train_sampling_strategy": "group_by_length"},
+    ):
+        order = batches(0, **arguments)
+        assert torch.equal(order, batches(0, **arguments))
+        assert not torch.equal(order, batches(1, **arguments))
+    assert torch.equal(
+        batches(0, train_sampling_strategy="sequential"), batches(1, train_sampling_strategy="sequential")
+    )
+
+
+# ------------------------------------------------------------------------------------------ learning rate and the clock
+
+SCHEDULES = [
+    ("linear", {}),
+    ("cosine", {}),
+    ("warmup_stable_decay", {"num_decay_steps": 6}),
+    ("cosine_with_restarts", {"num_cycles": 3}),
+    ("polynomial", {}),
+    ("inverse_sqrt", {}),
+]
+
+
+def schedule(kind, options):
+    return {"lr_scheduler_type": kind, "lr_scheduler_kwargs": options, "warmup_steps": 4, "max_steps": 24}
+
+
+@pytest.mark.parametrize(("kind", "options"), SCHEDULES)
+def test_the_learning_rate_is_that_of_the_global_step(tmp_path, scripted, kind, options):
+    whole = Recorder()
+    make_trainer(tmp_path, whole, **schedule(kind, options)).train()
+    rates = [whole.first_rate, *whole.rates]  # by number of steps done
+    scripted.starts_at, scripted.jumps = 7, {3: 13, 5: 14}
+    late = Recorder()
+    make_trainer(tmp_path, DiLoCoCallback(plugin()), late, **schedule(kind, options)).train()
+    assert late.first_rate == rates[7]
+    assert late.rates == [rates[step] for step in (8, 9, 13, 14, *range(15, 25))]
+    assert len(set(late.rates)) > 5
+
+
+@pytest.mark.parametrize("make", [
+    lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=24),
+    lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=1e-2, total_steps=25),
+    lambda opt: torch.optim.lr_scheduler.SequentialLR(
+        opt,
+        [torch.optim.lr_scheduler.LinearLR(opt, 0.1, total_iters=4), torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)],
+        milestones=[4],
+    ),
+])  # fmt: skip
+def test_schedulers_of_torch_follow_step_by_step(make):
+    def rates(steps):
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-3)
+        scheduler = make(optimizer)
+        for step in steps:
+            integration._follow(scheduler, step)
+        return optimizer.param_groups[0]["lr"]
+
+    assert rates([7, 13, 13, 14]) == pytest.approx(rates(range(15)), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy"])
+def test_a_schedule_that_cannot_jump_is_warned_about_once(tmp_path, scripted, kind):
+    scripted.starts_at, scripted.jumps = 3, {1: 5}
+    trainer = make_trainer(
+        tmp_path, DiLoCoCallback(plugin()), lr_scheduler_type=kind, eval_strategy="steps", eval_steps=1
+    )
+    with pytest.warns(DiLoCoWarning, match="follows this learner's own metrics"):
+        trainer.train()
+    trainer.train()  # a second warning would be an error
+
+
+# -------------------------------------------------------------------------------------------------------------- the end
+
+
+def test_the_run_ends_when_the_clock_says_so(tmp_path, scripted):
+    scripted.starts_at, scripted.jumps = 2, {2: 5}
+    recorder = Recorder()
+    trainer = make_trainer(
+        tmp_path, DiLoCoCallback(plugin()), recorder, save_strategy="steps", save_steps=100, eval_strategy="steps",
+        eval_steps=100,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 3  # 2 -> 3 -> 5 -> 6
+    assert recorder.stops == [False, False, True]
+    assert scripted.instances[0].calls == ["join", "finish", "close"]
+    assert holds_global(trainer.model)
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "out" / "learner-2" / "checkpoint-3")
+    assert holds_global(saved)
+    assert [log["step"] for log in trainer.state.log_history if "eval_loss" in log] == [3]
+
+
+def test_trainers_own_last_step_ends_it_too(tmp_path, scripted):
+    scripted.ends_at = 100
+    trainer = make_trainer(tmp_path, DiLoCoCallback(plugin()))
+    trainer.train()
+    assert len(scripted.instances[0].tokens) == 6
+    assert scripted.instances[0].calls == ["join", "finish", "close"]
+    assert holds_global(trainer.model)
+
+
+def test_epochs_end_it_too(tmp_path, scripted):
+    trainer = make_trainer(tmp_path, DiLoCoCallback(plugin()), max_steps=-1, num_train_epochs=2)
+    trainer.train()
+    assert scripted.instances[0].total_steps == len(scripted.instances[0].tokens) == 2 * NUM_SAMPLES // 4
+    assert scripted.instances[0].calls == ["join", "finish", "close"]
+
+
+def test_when_the_syncer_is_lost_the_local_model_stays(tmp_path, scripted):
+    scripted.finishes = False
+    trainer = make_trainer(
+        tmp_path, DiLoCoCallback(plugin()), save_strategy="steps", eval_strategy="steps", eval_steps=3, save_steps=3,
+        load_best_model_at_end=True,
+    )  # fmt: skip
+    trainer.train()
+    assert scripted.instances[0].calls == ["join", "finish", "close"]
+    assert not holds_global(trainer.model)
+
+
+def test_the_global_model_wins_over_the_best_one(tmp_path, scripted):
+    trainer = make_trainer(
+        tmp_path, DiLoCoCallback(plugin()), save_strategy="steps", eval_strategy="steps", eval_steps=3, save_steps=3,
+        load_best_model_at_end=True,
+    )  # fmt: skip
+    with pytest.warns(DiLoCoWarning, match=r"load_best_model_at_end: .*global parameters"):
+        trainer.train()
+    assert scripted.instances[0].calls == ["join", "finish", "restore", "close"]
+    assert holds_global(trainer.model)
+
+
+def test_early_stopping_leaves_and_keeps_the_local_model(tmp_path, scripted, caplog):
+    scripted.starts_at = 1
+    trainer = make_trainer(
+        tmp_path, DiLoCoCallback(plugin()), EarlyStoppingCallback(early_stopping_patience=1), max_steps=50,
+        eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
+        metric_for_best_model="loss", learning_rate=0.0,
+    )  # fmt: skip
+    with caplog.at_level(logging.INFO, "hf_diloco"):
+        trainer.train()
+    steps = trainer.state.global_step
+    assert steps < 50
+    assert scripted.instances[0].calls == ["join", "leave: training ended early at this learner", "close"]
+    assert f"[learner 2 · step {steps + 1}] leaves the run" in caplog.text
+    assert not holds_global(trainer.model)
+
+
+def test_a_second_train_closes_the_first_link(tmp_path, scripted):
+    links = iter(["first", "second"])
+    trainer = make_trainer(tmp_path, DiLoCoCallback(plugin(), link=lambda: next(links)))
+    trainer.train()
+    trainer.train()
+    assert [learner.link for learner in scripted.instances] == ["first", "second"]
+    assert [learner.calls for learner in scripted.instances] == [["join", "finish", "close"]] * 2
+
+
+def test_an_out_of_memory_retry_joins_again(tmp_path, scripted):
+    class OutOfMemory(TrainerCallback):
+        raised = False
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2 and not self.raised:
+                OutOfMemory.raised = True
+                raise RuntimeError("CUDA out of memory.")
+
+    trainer = make_trainer(tmp_path, DiLoCoCallback(plugin()), OutOfMemory(), auto_find_batch_size=True)
+    trainer.train()
+    first, second = scripted.instances
+    assert first.calls == ["join", "close"]
+    assert second.calls == ["join", "finish", "close"]
+    assert len(trainer.model._forward_pre_hooks) == 0
+
+
+def test_after_an_exception_the_link_ends_with_the_callback(tmp_path, scripted):
+    class Broken(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                raise ValueError("broken")
+
+    callback = DiLoCoCallback(plugin())
+    trainer = make_trainer(tmp_path, callback, Broken())
+    with pytest.raises(ValueError, match="broken"):
+        trainer.train()
+    assert scripted.instances[0].calls == ["join"]
+    gone = weakref.ref(callback)
+    del callback, trainer
+    gc.collect()
+    assert gone() is None
+    assert scripted.instances[0].calls == ["join", "close"]
+
+
+def test_when_joining_fails_the_link_is_closed(tmp_path, scripted):
+    scripted.join_error = LearnerRefusedError("no")
+    trainer = make_trainer(tmp_path, DiLoCoCallback(plugin()))
+    with pytest.raises(LearnerRefusedError):
+        trainer.train()
+    assert scripted.instances[0].calls == ["join", "close"]
+
+
+def test_a_step_without_an_update_does_not_count(tmp_path, scripted):
+    class Skipped(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+            optimizer._is_overflow = state.global_step == 1  # what step_was_skipped shows (fp16 overflow)
+
+    trainer = make_trainer(tmp_path, DiLoCoCallback(plugin()), Skipped(), include_num_input_tokens_seen="non_padding")
+    trainer.train()
+    assert len(scripted.instances[0].tokens) == 5
+    assert sum(scripted.instances[0].tokens) < trainer.state.num_input_tokens_seen
+    assert scripted.instances[0].calls == ["join", "finish", "close"]

@@ -1,0 +1,114 @@
+"""Trainers as learners of a real run: the real learner and syncer, joined by links inside the process."""
+
+import json
+import threading
+import warnings
+
+import pytest
+import torch
+from trainers import make_model, make_trainer, plugin
+from transformers import TrainerCallback
+
+from hf_diloco.config import SyncerConfig
+from hf_diloco.integrations.transformers import DiLoCoCallback
+from hf_diloco.links.in_process import InProcessHub
+from hf_diloco.syncer.run_directory import RunDirectory
+from hf_diloco.syncer.service import Syncer
+from hf_diloco.syncer.tape import read_tape
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    for name in ("SYNCER", "LEARNER_ID", "NUM_SHARDS", "TOKEN", "TOKEN_FILE"):
+        monkeypatch.delenv(f"HF_DILOCO_{name}", raising=False)
+
+
+class Run:
+    """A syncer in a thread; learners are Trainers in threads."""
+
+    def __init__(self, tmp_path, **settings):
+        self.path, self.hub = tmp_path, InProcessHub()
+        self.directory = RunDirectory(tmp_path / "run")
+        self.syncer = Syncer(SyncerConfig(num_fragments=3, sync_every=3, **settings), self.hub, self.directory)
+        self.thread = threading.Thread(target=self.syncer.run, name="syncer")
+        self.errors = []
+
+    def trainer(self, learner_id, *callbacks, **arguments):
+        callback = DiLoCoCallback(plugin(learner_id), link=lambda: self.hub.connect(learner_id))
+        return make_trainer(self.path, callback, *callbacks, model=make_model(learner_id), **arguments)
+
+    def train(self, *trainers):
+        def body(trainer):
+            try:
+                trainer.train()
+            except BaseException as error:
+                self.errors.append(error)
+
+        threads = [threading.Thread(target=body, args=(trainer,)) for trainer in trainers]
+        for thread in (self.thread, *threads):
+            thread.start()
+        for thread in (*threads, self.thread):
+            thread.join(60)
+            assert not thread.is_alive(), thread
+        assert not self.errors, self.errors
+
+    def lines(self, kind):
+        return [line for line in read_tape(self.directory.tape) if line["kind"] == kind]
+
+
+@pytest.fixture
+def run(tmp_path, request):
+    def make(**settings):
+        run = Run(tmp_path, **settings)
+        request.addfinalizer(run.syncer.stop)
+        return run
+
+    return make
+
+
+def test_two_trainers_end_with_the_model_of_the_syncer(run):
+    run = run(expected_learners=2)
+    first, second = (run.trainer(learner_id, max_steps=30) for learner_id in (0, 1))
+    run.train(first, second)
+    values, _, files = run.syncer.model()
+    for trainer in (first, second):
+        for name, parameter in trainer.model.named_parameters():
+            assert torch.equal(parameter, values[name]), name
+    assert any(len(line["participants"]) == 2 for line in run.lines("round"))
+    assert json.loads(files["config.json"])["architectures"] == ["LlamaForCausalLM"]
+    assert first.args.output_dir != second.args.output_dir
+
+
+def test_a_learner_that_stops_early_leaves_and_the_other_goes_on(run):
+    class StopAt(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                control.should_training_stop = True
+
+    run = run(expected_learners=2)
+    first, second = run.trainer(0, StopAt(), max_steps=30), run.trainer(1, max_steps=30)
+    run.train(first, second)
+    assert first.state.global_step == 5
+    values, _, _ = run.syncer.model()
+    assert all(torch.equal(parameter, values[name]) for name, parameter in second.model.named_parameters())
+    assert not all(torch.equal(parameter, values[name]) for name, parameter in first.model.named_parameters())
+    reasons = [line["reason"] for line in run.lines("leave") if line["learner_id"] == 0]
+    assert "training ended early at this learner" in reasons
+
+
+def test_merged_tokens_are_trained_tokens(run):
+    run = run()
+    trainer = run.trainer(0, max_steps=30, include_num_input_tokens_seen="non_padding")
+    run.train(trainer)
+    (row,) = run.syncer.status()["learners"]
+    assert row["tokens_trained"] == trainer.state.num_input_tokens_seen
+    assert row["tokens_merged"] == pytest.approx(row["tokens_trained"], abs=1)
+
+
+def test_no_warnings_reach_a_user_who_did_nothing_wrong(run):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = run()
+        run.train(run.trainer(0, warmup_steps=2))
