@@ -108,6 +108,8 @@ class Rounds:
         for held in member.fragments:
             held.in_flight = None
         self._forget_asks(member)
+        if self._supplier == event.learner_id:
+            self._supplier = None  # what it had sent of the values went down with the old link
         member.linked, member.stop_sent, member.released = True, False, False
         member.global_step = max(member.global_step, event.global_step)
         if member.training:
