@@ -18,6 +18,8 @@ class HeldFragment:
     version: Version | None = None  # the last one it applied
     in_flight: Version | None = None  # sent to it and not yet acknowledged
     full_needed: bool = False  # the next publication to it must be the full value
+    asked_round: RoundId | None = None  # the round it was last asked for, if its answer has not come ...
+    asked_at: float = 0.0  # ... and when
     merged_update: str | None = None  # id of its last update that was merged ...
     merged_version: Version | None = None  # ... and the version that this made
 

@@ -150,8 +150,12 @@ class Rounds:
         member = self.members.get(event.learner_id)
         if member is None or not 0 <= event.fragment_index < len(self.current):
             return
-        if member.fragments[event.fragment_index].merged_update == event.update_id:
+        held = member.fragments[event.fragment_index]
+        if held.merged_update == event.update_id:
             return  # sent twice, and merged: the publication tells
+        if held.asked_round == event.round:  # late answers are measured too: else who is far away stays too late
+            member.return_trip_seconds.add(now - held.asked_at - event.held_seconds)
+            held.asked_round = None
         round = self.open_rounds.get(event.fragment_index)
         if round is not None and round.id == event.round and event.learner_id in round.answered:
             return  # sent twice, and in the round, which may be closed and merging: a rejection would free it again
@@ -161,8 +165,6 @@ class Rounds:
         if event.learner_id not in round.asked_at:
             self._reject(event, "it was not asked for")
             return
-        trip_seconds = now - round.asked_at[event.learner_id] - event.held_seconds
-        member.return_trip_seconds.add(trip_seconds)
         round.answered.add(event.learner_id)
         if event.refused:
             self._reject(event, "it must not be merged")
@@ -357,6 +359,9 @@ class Rounds:
             )
             if learner_ids:
                 round.asked_at.update(dict.fromkeys(learner_ids, now))
+                for learner_id in learner_ids:
+                    held = self.members[learner_id].fragments[round.fragment_index]
+                    held.asked_round, held.asked_at = round.id, now
                 self._actions.append(
                     ev.AskUpdates(learner_ids=learner_ids, round=round.id, fragment_index=round.fragment_index)
                 )
