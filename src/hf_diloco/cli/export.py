@@ -1,0 +1,48 @@
+"""``hf-diloco export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_diloco.errors import ConfigError, DiLoCoError
+from hf_diloco.syncer.run_directory import RunDirectory
+
+
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory of the syncer.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write the model to.")],
+    checkpoint: Annotated[
+        int | None,
+        typer.Option(metavar="STEP", min=0, help="Outer step of the checkpoint. Default: the newest whole one."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is there and not empty.")] = False,
+) -> None:
+    """Write the global model of a run as `from_pretrained` loads it, in fp32."""
+    directory = RunDirectory(run_dir, create=False)
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file; give a directory.")
+    if out.is_dir() and any(out.iterdir()) and not force:
+        raise ConfigError(f"{out} is not empty. Give another directory, or --force to replace it.")
+
+    from hf_diloco.syncer.checkpoint import checkpoint_paths, latest_checkpoint, load_checkpoint
+    from hf_diloco.syncer.export import export_model
+
+    if checkpoint is None:
+        found = latest_checkpoint(directory.checkpoints)
+    else:
+        steps = {int(path.name.removeprefix("step-")): path for path in checkpoint_paths(directory.checkpoints)}
+        if steps and checkpoint not in steps:
+            there = ", ".join(map(str, sorted(steps)))
+            raise ConfigError(f"there is no checkpoint of step {checkpoint} in {directory.path}; there are: {there}.")
+        found = load_checkpoint(steps[checkpoint]) if steps else None
+    if found is None:
+        raise DiLoCoError(
+            f"the run directory {directory.path} holds no checkpoint yet: the syncer writes one when the run ends or "
+            "is stopped (Ctrl-C or SIGTERM)."
+        )
+    facts = {"outer steps": found.outer_step}
+    export_model(found.tensors["global"], found.tensors["constants"], found.files, out, facts)
+    typer.echo(f"The model of outer step {found.outer_step} is in {out}")

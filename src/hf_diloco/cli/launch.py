@@ -1,0 +1,56 @@
+"""``hf-diloco launch``."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from hf_diloco.cli.local_run import LocalRun
+from hf_diloco.cli.settings import as_flags, with_settings
+from hf_diloco.cli.table import Display
+from hf_diloco.config import SyncerConfig
+from hf_diloco.syncer.run_directory import RunDirectory
+
+
+@with_settings
+def launch(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", exists=True, dir_okay=False, help="The training script.")],
+    num_learners: Annotated[int, typer.Option(min=1, help="How many learners to start, one process each.")],
+    settings: dict[str, Any],
+    script_args: Annotated[
+        list[str] | None, typer.Argument(metavar="[SCRIPT ARGS]...", help="Given to the script untouched.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", show_default="runs/<date-time>", help="Where the run's files and logs go."),
+    ] = None,
+    accelerate_config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="How each learner is started: a file of `accelerate config`. Default: one process on one GPU each, "
+            "or on the CPU.",
+        ),
+    ] = None,
+) -> None:
+    """Train on this machine: a syncer, and learners that each go through `accelerate launch`.
+
+    Everything after SCRIPT belongs to the script. Exit code 0: the run came to its end and every learner ended with
+    0. Ctrl-C or SIGTERM: the learners take leave, the syncer writes the model it has, and no process is left behind.
+    """  # fmt: skip
+    settings = {"expected_learners": num_learners, "num_shards": num_learners, **settings}
+    config = SyncerConfig(**settings)
+    directory = RunDirectory(run_dir or Path("runs") / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
+    with directory:  # refuses one that is in use before anything in it is touched
+        directory.status.unlink(missing_ok=True)
+    run = LocalRun(directory, num_learners, [str(script), *(script_args or [])])
+    with Display(Console(highlight=False)) as display:
+        good = run.run(display, as_flags(settings), config.num_shards or num_learners, accelerate_config)
+    if not good:
+        raise typer.Exit(1)

@@ -1,0 +1,119 @@
+"""Child processes of ``hf-diloco launch``, each in a session of its own under a guard."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+from hf_diloco.errors import DiLoCoError
+
+_TAIL_LINES = 15
+
+# What the job that hf-diloco launch itself runs in may have set; it would mislead a learner, a world of its own.
+_OUTER_JOB = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE",
+)  # fmt: skip
+_OUTER_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PALS_", "HF_DILOCO_")
+
+
+class Child:
+    """One command, its log, and the pipe whose end stops it.
+
+    Args:
+        command: program and arguments.
+        log: takes standard output and error.
+        environment: of the command.
+        grace_seconds: from :meth:`stop` to SIGKILL.
+        keeps_alive: another child that does not see the end of its own pipe before this one is gone.
+
+    Raises:
+        DiLoCoError: the log cannot be written, or no process can be started.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        log: Path,
+        environment: Mapping[str, str],
+        *,
+        grace_seconds: float,
+        keeps_alive: Child | None = None,
+    ) -> None:
+        self.log = log
+        self.grace_seconds = grace_seconds
+        guard = [sys.executable, "-m", "hf_diloco.cli.guard", str(grace_seconds), *command]
+        read_end, self._pipe = os.pipe()
+        try:
+            with log.open("wb") as output:
+                self._guard = subprocess.Popen(
+                    guard,
+                    stdin=read_end,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=dict(environment),
+                    start_new_session=True,
+                    pass_fds=[keeps_alive._pipe] if keeps_alive else [],
+                )
+        except OSError as error:
+            os.close(self._pipe)
+            raise DiLoCoError(f"{command[0]} could not be started with the log {log}: {error}") from error
+        finally:
+            os.close(read_end)
+
+    def poll(self) -> int | None:
+        """The exit code of the command (128 + n: killed by signal n) when all its processes are gone; else None."""
+        code = self._guard.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+    def stop(self) -> None:
+        """SIGTERM to all its processes, SIGKILL to those left after the grace time. Returns at once. Idempotent."""
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Whether all its processes are gone, at the latest after ``timeout_seconds``."""
+        try:
+            self._guard.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """SIGKILL to its whole process group, if its guard does not answer or was killed itself."""
+        code = self._guard.poll()
+        if code is not None and code >= 0:
+            return  # the guard has seen the last of them
+        try:
+            os.killpg(self._guard.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+    def log_tail(self) -> str:
+        """The last lines of the log."""
+        with self.log.open("r", encoding="utf-8", errors="replace") as file:
+            return "".join(deque(file, maxlen=_TAIL_LINES)).rstrip()
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without what an outer job has set for its own ranks."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OUTER_JOB and not name.startswith(_OUTER_PREFIXES)
+    }
+
+
+def count_gpus() -> int:
+    """How many accelerators torch can use here; asked in another process, so that this one stays small."""
+    if not (Path("/dev/nvidia0").exists() or Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()):
+        return 0
+    question = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    answer = subprocess.run(question, capture_output=True, text=True, timeout=300, check=False)
+    return int(answer.stdout) if answer.returncode == 0 else 0

@@ -1,0 +1,192 @@
+"""``hf-diloco syncer``."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import shlex
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from hf_diloco.cli.settings import with_settings
+from hf_diloco.cli.table import Display, learners, merged_of_trained
+from hf_diloco.config import SyncerConfig
+from hf_diloco.errors import ConfigError
+from hf_diloco.syncer.run_directory import RunDirectory
+
+_REFRESH_SECONDS = 0.5
+_MOST_JOIN_LINES = 8
+
+
+@with_settings
+def syncer(
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where learners reach this syncer. Port 0: any free one.")
+    ],
+    run_dir: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where this run's tape, checkpoints, token and model go.")
+    ],
+    settings: dict[str, Any],
+) -> None:
+    """Run the syncer alone; it prints the line to run on each learner's machine.
+
+    It ends when the run does, and leaves the global model in DIR/model. Ctrl-C or SIGTERM ends it before: it writes
+    the values it has, and the exit code is 1.
+    """
+    config = SyncerConfig(**settings)
+    host, port = parse_listen(listen)
+    directory = RunDirectory(run_dir)
+    with directory:
+        console = Console(highlight=False)
+        token = directory.read_or_make_token()
+        directory.status.unlink(missing_ok=True)  # of an attempt that ended before its tape began
+        with Display(console) as display:
+            _set_up_logging(console, directory)
+            if not is_loopback(host):
+                display.message(
+                    "Warning: the links to learners are authenticated with the run's token but not encrypted yet: "
+                    "whoever can read this network can read the model. Use a VPN, WireGuard or an SSH tunnel.",
+                    style="yellow",
+                )
+            finished = _serve(config, host, port, token, directory, display)
+    if not finished:
+        raise typer.Exit(1)
+
+
+def _serve(config: SyncerConfig, host: str, port: int, token: str, directory: RunDirectory, display: Display) -> bool:
+    """Run the syncer and write the model. Returns whether the run came to its end."""
+    from hf_diloco.links.rpc import RpcSyncerLinks  # these load torch, which takes seconds
+    from hf_diloco.syncer.export import export_model
+    from hf_diloco.syncer.service import Syncer
+
+    links = RpcSyncerLinks(host, port, token, link_timeout_seconds=config.link_timeout_seconds)
+    service = Syncer(config, links, directory)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: service.stop())
+    over = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(config, directory, display, over), daemon=True)
+    watcher.start()
+    try:
+        service.run()
+    finally:
+        over.set()
+        watcher.join()
+    status = service.status()
+    display.update(status, now=True)
+    if service.has_model:
+        export_model(*service.model(), directory.model, facts(status, config))
+        display.message(f"The global model is in {directory.model}")
+    else:
+        display.message("There is no model: no learner has supplied the initial values.", style="yellow")
+    finished = bool(status["state"] == "finished")
+    if not finished:
+        total = status["total_steps"] or "?"
+        display.message(
+            f"Stopped before the end of the run, at outer step {status['outer_step']} of {total}.", "yellow"
+        )
+    return finished
+
+
+def _watch(config: SyncerConfig, directory: RunDirectory, display: Display, over: threading.Event) -> None:
+    """Keep the display going, from what the syncer writes down."""
+    told = False
+    while not over.wait(_REFRESH_SECONDS):
+        status = directory.read_status()
+        if not told and isinstance(status.get("address"), str):
+            told = True
+            display.message(join_lines(status["address"], directory, config))
+        display.update(status)
+
+
+def join_lines(address: str, directory: RunDirectory, config: SyncerConfig) -> str:
+    """What to run on the learners' machines."""
+    host, port = parse_listen(address)
+    token_file = shlex.quote(str(directory.token))
+    lines = []
+    if is_loopback(host):
+        lines.append("Run each learner on this machine, its own number each:")
+    else:
+        if _is_ip(host) and ipaddress.ip_address(host).is_unspecified:
+            host = socket.gethostname()
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        lines.append("Copy the token to each learner's machine:")
+        lines.append(f"  scp {shlex.quote(f'{socket.gethostname()}:{directory.token}')} hf-diloco-token")
+        lines.append("and run there, its own number each:")
+        token_file = "hf-diloco-token"
+    num_shards = config.num_shards or config.expected_learners
+    shards = f" HF_DILOCO_NUM_SHARDS={num_shards}" if num_shards > 1 else ""
+    for learner_id in range(min(config.expected_learners, _MOST_JOIN_LINES)):
+        lines.append(
+            f"  HF_DILOCO_SYNCER={address} HF_DILOCO_LEARNER_ID={learner_id} HF_DILOCO_TOKEN_FILE={token_file}{shards} "
+            "accelerate launch train.py"
+        )
+    if config.expected_learners > _MOST_JOIN_LINES:
+        lines.append(f"  ... and so on to HF_DILOCO_LEARNER_ID={config.expected_learners - 1}")
+    return "\n".join(lines)
+
+
+def parse_listen(listen: str) -> tuple[str, int]:
+    """Host and port of ``host:port``.
+
+    Raises:
+        ConfigError: it is not that.
+    """
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"--listen {listen!r} is not an address; give host:port, e.g. 0.0.0.0:29600.")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``."""
+    return ipaddress.ip_address(host).is_loopback if _is_ip(host) else host == "localhost"
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def facts(status: Mapping[str, Any], config: SyncerConfig) -> dict[str, Any]:
+    """Lines of the model card."""
+    mean = status.get("mean_participants")
+    return {
+        "outer steps": f"{status.get('outer_step')} of {status.get('total_steps')}",
+        "merges": f"{status.get('merges')}, with {mean:.2f} learners on average" if mean else status.get("merges"),
+        "fragments": f"{status.get('num_fragments')}, each merged every {status.get('effective_sync_every')} steps",
+        "outer optimizer": f"SGD, learning rate {config.outer_lr}, Nesterov momentum {config.outer_momentum}",
+        "merge": f"{config.merge}, {config.on_arrival}, {config.wire_format} on the wire",
+        **{f"tokens of learner {item['learner_id']}, merged / trained": merged_of_trained(item)
+           for item in learners(status)},
+    }  # fmt: skip
+
+
+def _set_up_logging(console: Console, directory: RunDirectory) -> None:
+    """A line a merge, to standard output; on a terminal, which shows a table, to a file, and only warnings there."""
+    logging.captureWarnings(True)
+    root = logging.getLogger()
+    handlers: list[logging.Handler] = []
+    if console.is_terminal:
+        from rich.logging import RichHandler
+
+        handlers.append(RichHandler(logging.WARNING, console=console, show_path=False, markup=False))
+        handlers.append(logging.FileHandler(directory.logs / "syncer.log"))
+    else:
+        handlers.append(logging.StreamHandler(sys.stdout))
+    if not console.is_terminal or len(handlers) > 1:
+        handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for handler in handlers:
+        root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("hf_diloco").setLevel(logging.INFO)
