@@ -48,7 +48,7 @@ class Member:
     @property
     def healed(self) -> bool:
         """It holds some value of every fragment."""
-        return all(held.version is not None for held in self.fragments)
+        return None not in [held.version for held in self.fragments]
 
     def idle_at(self) -> float | None:
         """When it will count as idle if it makes no step before; None if it never will, or never made one."""

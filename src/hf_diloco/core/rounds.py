@@ -277,10 +277,10 @@ class Rounds:
         self.outer_step = max(old, new)
 
     def _close_rounds(self, now: float) -> None:
+        present = {member.learner_id for member in self.present(now)}
         for round in list(self.open_rounds.values()):
             if not round.collecting:
                 continue
-            present = {member.learner_id for member in self.present(now)}
             expected = present | self._may_return(now) if round.final else present & round.asked_at.keys()
             waiting = expected - round.answered
             if waiting and not round.final:
@@ -331,12 +331,12 @@ class Rounds:
             return
         final = self.phase == "draining"
         limit = self._pace.most_open_rounds(self._pace_seconds(now))
+        present = self.present(now)
         for fragment_index, outer_step in list(self._due.items()):
             if len(self.open_rounds) >= limit:
                 return
             if fragment_index in self.open_rounds:
                 continue
-            present = self.present(now)
             if final and not present and not self._may_return(now):
                 del self._due[fragment_index]  # nobody is left who could have something to merge
             elif final or any(member.may_be_asked(fragment_index) for member in present):
@@ -347,12 +347,13 @@ class Rounds:
                 self.open_rounds[fragment_index] = OpenRound(round_id, fragment_index, outer_step, now, final)
 
     def _ask_more(self, now: float) -> None:
+        present = self.present(now)
         for round in self.open_rounds.values():
             if not round.collecting:
                 continue
             learner_ids = tuple(
                 member.learner_id
-                for member in self.present(now)
+                for member in present
                 if member.learner_id not in round.asked_at
                 and member.learner_id not in round.answered
                 and member.may_be_asked(round.fragment_index)
