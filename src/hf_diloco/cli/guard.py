@@ -22,6 +22,7 @@ from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
 _TICK_SECONDS = 0.1
+_LEFTOVER_SECONDS = 5.0  # for what a command that ended by itself has left running
 
 
 class Guard:
@@ -29,7 +30,7 @@ class Guard:
 
     Args:
         command: program and arguments.
-        grace_seconds: from SIGTERM (or the end of the command itself) to SIGKILL for what is left.
+        grace_seconds: from SIGTERM (or the violent death of the command) to SIGKILL for what is left.
     """
 
     def __init__(self, command: list[str], grace_seconds: float) -> None:
@@ -57,7 +58,9 @@ class Guard:
                 terminated = True
                 os.killpg(0, signal.SIGTERM)
             if deadline is None and (terminated or self._exit_code is not None):
-                deadline = time.monotonic() + self._grace_seconds
+                ended_by_itself = not terminated and self._exit_code is not None and self._exit_code <= 128
+                seconds = min(self._grace_seconds, _LEFTOVER_SECONDS) if ended_by_itself else self._grace_seconds
+                deadline = time.monotonic() + seconds
             if deadline is not None and time.monotonic() >= deadline:
                 _kill_descendants()
         return self._exit_code or 0

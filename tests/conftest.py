@@ -1,0 +1,65 @@
+"""For all tests: every one says what it needs, and none leaves a process behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+# Before anything imports torch or a Hugging Face library; for the processes that tests start too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import psutil
+import pytest
+
+KINDS = {"fast", "distributed", "examples"}
+_LINGER_SECONDS = 2.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    wrong = []
+    for item in items:
+        kinds = KINDS & {mark.name for mark in item.iter_markers()}
+        if len(kinds) != 1:
+            wrong.append(f"{item.nodeid}: {', '.join(sorted(kinds)) or 'none'}")
+    if wrong:
+        raise pytest.UsageError(f"every test must carry exactly one of {sorted(KINDS)}:\n  " + "\n  ".join(wrong))
+
+
+@pytest.fixture(autouse=True)
+def no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test with real processes that leaves some running, and kills them. Only children of this process."""
+    if KINDS & {mark.name for mark in request.node.iter_markers()} <= {"fast"}:
+        yield
+        return
+    me = psutil.Process()
+    before = set(me.children(recursive=True))
+    yield
+    deadline = time.monotonic() + _LINGER_SECONDS
+    while (left := _running(set(me.children(recursive=True)) - before)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    shown = [f"pid {process.pid}: {name}" for process, name in left.items()]
+    for process in left:
+        _kill(process)
+    psutil.wait_procs(list(left), timeout=10)
+    assert not shown, "processes left behind (killed now):\n  " + "\n  ".join(shown)
+
+
+def _running(processes: set[psutil.Process]) -> dict[psutil.Process, str]:
+    found = {}
+    for process in processes:
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found[process] = " ".join(process.cmdline())[:200]
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        return
