@@ -115,8 +115,9 @@ class Learner:
                 )
             if now - said_at > _SAY_EVERY_SECONDS:
                 said_at = now
-                what = "waiting for the other learners" if exchange.ever_linked else "no syncer yet, still trying"
-                logger.info("[learner %d] %s (%.0f s)", self.learner_id, what, now - opened_at)
+                missing = f"no syncer yet at {self._plugin.syncer}: {exchange.last_error() or 'no answer'}"
+                what = "waiting for the start: other learners are missing" if exchange.linked else missing
+                logger.warning("[learner %d] %s (%.0f s so far)", self.learner_id, what, now - opened_at)
         assert exchange.welcome is not None
         self.total_steps = exchange.welcome.total_steps
         self._stepped_at = time.monotonic()

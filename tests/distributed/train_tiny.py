@@ -1,0 +1,83 @@
+"""A user's Trainer script, as small as it gets: a tiny Llama on bytes of Python sources. Run by the tests."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from hf_diloco import DiLoCoCallback, DiLoCoPlugin
+from hf_diloco.core.codec import digest
+
+
+class Pace(TrainerCallback):
+    """No inner step takes less than this: several learners on two cores then do not fight for them."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until = 0.0
+
+    def on_step_begin(self, *args, **kwargs) -> None:
+        time.sleep(max(self._until - time.monotonic(), 0.0))
+        self._until = time.monotonic() + self._seconds
+
+
+def dataset(seed: int) -> list[dict[str, list[int]]]:
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    data = b"".join(path.read_bytes() for path in paths[:40])
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, len(data) - 33, (2000,), generator=generator).tolist()
+    return [{"input_ids": list(data[start : start + 32]), "labels": list(data[start : start + 32])} for start in starts]
+
+
+def model(seed: int, hidden_size: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=hidden_size, intermediate_size=2 * hidden_size, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--max_steps", type=int, default=200)
+    parser.add_argument("--step_seconds", type=float, default=0.0)
+    parser.add_argument("--data_seed", type=int, default=0)
+    parser.add_argument("--order_seed", type=int, default=1)
+    parser.add_argument("--model_seed", type=int, default=0)
+    parser.add_argument("--hidden_size", type=int, default=16)
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    arguments = TrainingArguments(
+        output_dir=str(options.output_dir), max_steps=options.max_steps, per_device_train_batch_size=4,
+        learning_rate=options.learning_rate, lr_scheduler_type="cosine", use_cpu=True, report_to="none",
+        logging_steps=10, save_strategy="no", disable_tqdm=True, data_seed=options.order_seed, seed=1,
+    )  # fmt: skip
+    network = model(options.model_seed, options.hidden_size)
+    start = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
+    trainer = Trainer(
+        model=network,
+        args=arguments,
+        train_dataset=dataset(options.data_seed),
+        callbacks=[Pace(options.step_seconds), DiLoCoCallback(DiLoCoPlugin())],
+    )
+    trainer.train()
+    values = {name: parameter.detach() for name, parameter in network.named_parameters()}
+    torch.save(values, options.result.with_suffix(".pt"))
+    torch.save(start, options.result.with_suffix(".start.pt"))
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    result = {"digests": {name: digest(value) for name, value in values.items()}, "losses": losses}
+    options.result.write_text(json.dumps(result))  # last: who sees it may read the others
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""Whole runs inside this process: the real syncer, real learners in threads, links that fail on demand."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_diloco import DiLoCoPlugin, SyncerConfig
+from hf_diloco.errors import DiLoCoWarning, LearnerRefusedError
+from hf_diloco.learner.learner import Learner
+from hf_diloco.learner.parameters import ModelParameters
+from hf_diloco.links.in_process import InProcessHub
+from hf_diloco.syncer.run_directory import RunDirectory
+from hf_diloco.syncer.service import Syncer
+from hf_diloco.syncer.tape import read_tape
+
+pytestmark = pytest.mark.fast
+
+SECONDS = 60.0
+
+
+class World:
+    """A syncer in a thread, and learners in threads of their own."""
+
+    def __init__(self, path: Path, *, seed: int | None = None, **settings: Any) -> None:
+        self.hub = InProcessHub(seed=seed)
+        self.directory = RunDirectory(path / "run")
+        self.syncer = Syncer(SyncerConfig(**settings), self.hub, self.directory)
+        self.models: dict[int, nn.Module] = {}
+        self.failures: list[BaseException] = []
+        self._threads: list[threading.Thread] = []
+        self.start(self.syncer.run)
+
+    def start(self, target: Callable[..., None], *args: Any, **kwargs: Any) -> threading.Thread:
+        def run() -> None:
+            try:
+                target(*args, **kwargs)
+            except BaseException as error:
+                self.failures.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return thread
+
+    def learner(self, learner_id: int, *, model: nn.Module | None = None, steps: int | None = 60) -> Learner:
+        model = model if model is not None else make_model()
+        self.models[learner_id] = model
+        plugin = DiLoCoPlugin(syncer="in-process:1", learner_id=learner_id)
+        link = self.hub.connect(learner_id, incarnation=str(id(model)))
+        return Learner(ModelParameters(model), plugin, total_steps=steps, link=link)
+
+    def tape(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in read_tape(self.directory.tape) if line["kind"] == kind]
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(SECONDS)
+            assert not thread.is_alive(), "a thread did not end"
+        assert not self.failures, self.failures
+
+    def accounts(self) -> dict[int, dict[str, Any]]:
+        return {row["learner_id"]: row for row in self.syncer.status()["learners"]}
+
+
+def make_model(*, width: int = 8, frozen: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
+    model.register_buffer("scale", torch.tensor([frozen]))
+    return model
+
+
+def train(
+    world: World,
+    learner_id: int,
+    *,
+    steps: int = 60,
+    at: dict[int, Callable[[], None]] | None = None,
+    lr: float = 0.05,
+    **options: Any,
+) -> None:
+    """Train a model as a user's loop would; ``at`` are faults by step."""
+    learner = world.learner(learner_id, steps=steps, **options)
+    model = world.models[learner_id]
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    generator = torch.Generator().manual_seed(learner_id)
+    learner.join()
+    for step in range(1, 10 * steps):
+        inputs = torch.randn(8, 4, generator=generator)
+        nn.functional.mse_loss(model(inputs), inputs[:, :2] * 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if at and step in at:
+            at[step]()
+        threading.Event().wait(0.003)  # the pace of the learner
+        if not learner.step(tokens=8):
+            break
+    assert learner.finish()
+
+
+def parameters(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("on_arrival", ["carry", "overwrite"])
+@pytest.mark.parametrize("wire_format", ["fp32", "bf16", "int8", "int4"])
+def test_a_run_ends_with_the_same_values_everywhere(tmp_path: Path, wire_format: str, on_arrival: str) -> None:
+    world = World(
+        tmp_path, expected_learners=2, num_fragments=3, sync_every=6, wire_format=wire_format, on_arrival=on_arrival
+    )
+    for learner_id in (0, 1):
+        world.start(train, world, learner_id)
+    world.join()
+    assert torch.equal(parameters(world.models[0]), parameters(world.models[1]))
+    values, constants, _ = world.syncer.model()
+    assert all(torch.equal(values[name], value) for name, value in world.models[0].named_parameters())
+    assert torch.equal(constants["scale"], torch.zeros(1))
+    rounds = world.tape("round")
+    assert sum(len(line["participants"]) for line in rounds) / len(rounds) > 1.5
+    if on_arrival == "carry":
+        for row in world.accounts().values():
+            assert row["tokens_merged"] == row["tokens_trained"], row
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_links_that_fail_again_and_again_leave_no_token_unaccounted(tmp_path: Path, seed: int) -> None:
+    """Messages overtake each other; both links go down and come back in mid-run, with whatever is under way."""
+    world = World(tmp_path, seed=seed, expected_learners=2, num_fragments=3, sync_every=3)
+
+    def flap(learner_id: int) -> Callable[[], None]:
+        def fault() -> None:
+            world.hub.cut(learner_id)
+            world.hub.heal(learner_id)
+
+        return fault
+
+    for learner_id in (0, 1):
+        faults = {step: flap((learner_id + step) % 2) for step in range(5 + seed, 60, 7)}
+        world.start(train, world, learner_id, at=faults)
+    world.join()
+    assert torch.equal(parameters(world.models[0]), parameters(world.models[1]))
+    for row in world.accounts().values():  # carried for longer than 4 H, progress is given up, and counted
+        assert row["tokens_merged"] + row["tokens_overwritten"] == pytest.approx(row["tokens_trained"], abs=1), row
+    merged: dict[tuple[int, int], list[str]] = {}
+    for line in world.tape("round"):
+        for participant in line["participants"]:
+            merged.setdefault((line["fragment_index"], participant["learner_id"]), []).append(participant["update_id"])
+    assert all(len(ids) == len(set(ids)) for ids in merged.values()), "an update was merged twice"
+
+
+def test_a_link_that_is_down_for_long_keeps_the_progress(tmp_path: Path) -> None:
+    world = World(tmp_path, expected_learners=2, num_fragments=3, sync_every=12)
+    faults = {10: lambda: world.hub.cut(1), 17: lambda: world.hub.heal(1)}
+    world.start(train, world, 0)
+    world.start(train, world, 1, at=faults)
+    world.join()
+    row = world.accounts()[1]
+    assert row["tokens_merged"] == row["tokens_trained"] > 0
+    assert row["tokens_overwritten"] == 0
+
+
+def test_one_learner_alone_is_plain_training(tmp_path: Path) -> None:
+    world = World(tmp_path, num_fragments=3, sync_every=6, outer_lr=1.0, outer_momentum=0.0, wire_format="fp32")
+    world.start(train, world, 0)
+    world.join()
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(60):
+        inputs = torch.randn(8, 4, generator=generator)
+        nn.functional.mse_loss(model(inputs), inputs[:, :2] * 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = (parameters(model) - parameters(make_model())).norm()
+    assert (parameters(world.models[0]) - parameters(model)).norm() <= 1e-5 * moved
+
+
+def test_updates_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    """The learner's model breaks in mid-run; what the others have is never touched by it."""
+    world = World(tmp_path, expected_learners=2, num_fragments=2, sync_every=4)
+
+    def poison() -> None:
+        with torch.no_grad():
+            next(world.models[1].parameters()).fill_(float("nan"))
+
+    world.start(train, world, 0)
+    world.start(train, world, 1, at={20: poison})
+    world.join()
+    assert any("NaN" in line["reason"] for line in world.tape("refusal"))
+    assert world.accounts()[1]["updates_refused"] > 0
+    assert bool(torch.isfinite(parameters(world.models[0])).all())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model": lambda: make_model(width=9)}, r"'0\.bias' has shape \(8,\) in the run and \(9,\)"),
+        ({"model": lambda: make_model(frozen=1.0)}, "frozen parameters or persistent buffers differ"),
+        ({"steps": 99}, r"wants to train 99 steps, the run has 60.*max_steps=60"),
+    ],
+)
+def test_a_learner_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    world = World(tmp_path, expected_learners=1, num_fragments=2, sync_every=4)
+    entered, done = threading.Event(), threading.Event()
+
+    def first() -> None:
+        train(world, 0, at={5: lambda: (entered.set(), done.wait(SECONDS))})  # type: ignore[dict-item,func-returns-value]
+
+    world.start(first)
+    assert entered.wait(SECONDS)
+    options = {**change, "model": change["model"]()} if "model" in change else change
+    with pytest.raises(LearnerRefusedError, match=says):
+        world.learner(1, **options).join()
+    done.set()
+    world.join()
+    assert [line["learner_id"] for line in world.tape("refusal")] == [1]
+
+
+def test_more_fragments_than_the_model_allows(tmp_path: Path) -> None:
+    world = World(tmp_path, num_fragments=1000)
+    with pytest.raises(LearnerRefusedError, match="1000"):
+        world.learner(0).join()
+    world.syncer.stop()
+    world.join()
+
+
+def test_the_default_number_of_fragments_is_lowered(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.start(train, world, 0, model=nn.Sequential(nn.Linear(4, 2)))
+    world.join()
+    assert world.syncer.status()["num_fragments"] == 4  # two rows of the weight, two values of the bias
+
+
+def test_nobody_says_how_long_the_run_is(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    with pytest.raises(LearnerRefusedError, match="--total-steps"):
+        world.learner(0, steps=None).join()
+    world.syncer.stop()
+    world.join()
+
+
+def test_two_learners_that_read_the_same_data_are_warned(tmp_path: Path) -> None:
+    world = World(tmp_path, expected_learners=2, num_fragments=2, sync_every=4)
+    caught: dict[int, list[str]] = {0: [], 1: []}
+    lock = threading.Lock()
+    gate = threading.Barrier(2)
+
+    def run(learner_id: int) -> None:
+        learner = world.learner(learner_id)
+        learner.join()
+        gate.wait(SECONDS)
+        going = True
+        while going:
+            threading.Event().wait(0.003)
+            going = learner.step(tokens=1, data_digest="the same")
+            with lock:
+                caught[learner_id] += learner._exchange.notices
+                learner._exchange.notices.clear()
+        learner.finish()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DiLoCoWarning)
+        for learner_id in (0, 1):
+            world.start(run, learner_id)
+        world.join()
+    (line,) = world.tape("warning")
+    assert line["learner_ids"] in ([0, 1], [1, 0])
+    assert "shard_dataset" in line["text"]
+
+
+def test_stop_writes_the_model_of_that_moment(tmp_path: Path) -> None:
+    world = World(tmp_path, num_fragments=2, sync_every=4)
+    reached = threading.Event()
+
+    def interrupted() -> None:
+        learner = world.learner(0, steps=10_000)
+        learner.join()
+        for _ in range(30):
+            learner.step(tokens=1)
+        reached.set()
+        world.syncer.stop()
+        learner.close()
+
+    world.start(interrupted)
+    world.join()
+    assert reached.is_set()
+    assert world.syncer.has_model
+    assert len(list(world.directory.checkpoints.glob("step-*"))) == 1
