@@ -1,0 +1,42 @@
+"""The training script of test_launch.py."""
+
+import os
+import signal
+import sys
+import time
+
+if "--fail" in sys.argv:
+    sys.exit("a mistake in the script")
+if "--deaf" in sys.argv:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    print("deaf", flush=True)
+    while True:
+        time.sleep(1)
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from hf_diloco import DiLoCoCallback, shard_dataset
+
+
+def main() -> None:
+    learner, shards = os.environ["HF_DILOCO_LEARNER_ID"], os.environ["HF_DILOCO_NUM_SHARDS"]
+    arguments, world = " ".join(sys.argv[1:]), os.environ.get("WORLD_SIZE", "1")
+    print(f"arguments {arguments} of learner {learner} of {shards}, world size {world}", flush=True)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    rows = torch.randint(0, 32, (256, 16)).tolist()
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    args = TrainingArguments(
+        "out", max_steps=int(sys.argv[sys.argv.index("--steps") + 1]), per_device_train_batch_size=2,
+        use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=50,
+    )  # fmt: skip
+    Trainer(LlamaForCausalLM(config), args, train_dataset=shard_dataset(data), callbacks=[DiLoCoCallback()]).train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+import dataclasses
+import io
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+
+from hf_diloco.cli.local_run import _gpus_of, _meaning
+from hf_diloco.cli.main import main
+from hf_diloco.cli.processes import clean_environment
+from hf_diloco.cli.syncer import is_loopback, join_lines, parse_listen
+from hf_diloco.cli.table import Display, plain_lines, render
+from hf_diloco.config import SyncerConfig
+from hf_diloco.errors import ConfigError
+from hf_diloco.syncer.checkpoint import save_checkpoint
+from hf_diloco.syncer.run_directory import RunDirectory
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def hf_diloco(monkeypatch, capsys):
+    """Runs the command line in this process: exit code, standard output, standard error."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["hf-diloco", *map(str, words)])
+        try:
+            main()
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        else:
+            code = 0
+        return code, *capsys.readouterr()
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------------ help, wrong use
+
+
+def test_help_names_the_commands(hf_diloco):
+    code, out, _ = hf_diloco("--help")
+    assert code == 0
+    for command in ("launch", "syncer", "export"):
+        assert command in out
+
+
+def test_version(hf_diloco):
+    assert hf_diloco("--version") == (0, "hf-diloco 0.1.0\n", "")
+
+
+@pytest.mark.parametrize("command", ["launch", "syncer"])
+def test_every_setting_has_a_flag_with_its_own_help(hf_diloco, command):
+    code, out, _ = hf_diloco(command, "--help")
+    assert code == 0
+    for field in dataclasses.fields(SyncerConfig):
+        assert f"--{field.name.replace('_', '-')}" in out
+        assert field.metadata["help"].split()[0] in out
+    assert "(24)" in out  # defaults are shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["launch"], "Usage"),
+        (["nonsense"], "nonsense"),
+        (["launch", "--num-learners", "0", "SCRIPT"], "--num-learners"),
+        (["launch", "--num-learners", "2", "missing.py"], "missing.py"),
+        (["launch", "--num-learners", "2", "--min-quorum", "3", "SCRIPT"], "min_quorum=3 is above expected_learners=2"),
+        (["launch", "--num-learners", "2", "--wire-format", "fp8", "SCRIPT"], "wire_format='fp8'"),
+        (["launch", "--num-learners", "2", "--outer-lr", "fast", "SCRIPT"], "--outer-lr"),
+        (["launch", "--num-learners", "2", "--run-dir", "USED", "SCRIPT"], "choose another --run-dir"),
+        (["syncer", "--run-dir", "a"], "--listen"),
+        (["syncer", "--listen", "here", "--run-dir", "a"], "'here' is not an address"),
+        (["syncer", "--listen", "127.0.0.1:99999", "--run-dir", "a"], "not an address"),
+        (["syncer", "--listen", "127.0.0.1:0", "--run-dir", "a", "--min-quorum", "0"], "min_quorum=0 is out of range"),
+        (["syncer", "--listen", "127.0.0.1:0", "--run-dir", "USED"], "choose another --run-dir"),
+    ],
+)
+def test_wrong_use_is_said_and_exits_with_2(hf_diloco, tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    RunDirectory("used").tape.write_text("{}\n")
+    code, out, err = hf_diloco(*({"SCRIPT": "train.py", "USED": "used"}.get(word, word) for word in words))
+    assert code == 2
+    assert said in out + err
+    assert "Traceback" not in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_unwritable_run_directory_exits_with_1(hf_diloco, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = hf_diloco("syncer", "--listen", "127.0.0.1:0", "--run-dir", tmp_path / "file" / "a")
+    assert code == 1
+    assert "cannot be written" in err
+    assert "Traceback" not in err
+
+
+# -------------------------------------------------------------------------------------------------------------- export
+
+
+def checkpoint(directory: RunDirectory, step: int) -> None:
+    tensors = {"global": {"weight": torch.full((2,), float(step))}, "constants": {}}
+    save_checkpoint(directory.checkpoints, step, tensors, {}, {"vocab.txt": b"a"})
+
+
+def exported(out) -> float:
+    from safetensors.torch import load_file
+
+    return load_file(out / "model.safetensors")["weight"][0].item()
+
+
+def test_export_without_a_checkpoint_is_an_error(hf_diloco, tmp_path):
+    RunDirectory(tmp_path / "run")
+    code, _, err = hf_diloco("export", tmp_path / "run", tmp_path / "out")
+    assert code == 1
+    assert "holds no checkpoint yet" in err
+
+
+def test_export_of_no_run_is_wrong_use(hf_diloco, tmp_path):
+    code, _, err = hf_diloco("export", tmp_path / "run", tmp_path / "out")
+    assert code == 2
+    assert "there is no run directory" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.filterwarnings("ignore:the architecture")
+def test_export_takes_the_newest_or_the_one_named(hf_diloco, tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    for step in (7, 9):
+        checkpoint(directory, step)
+    code, out, _ = hf_diloco("export", tmp_path / "run", tmp_path / "out")
+    assert code == 0
+    assert "outer step 9" in out
+    assert exported(tmp_path / "out") == 9
+    assert hf_diloco("export", tmp_path / "run", tmp_path / "seven", "--checkpoint", 7)[0] == 0
+    assert exported(tmp_path / "seven") == 7
+    code, _, err = hf_diloco("export", tmp_path / "run", tmp_path / "eight", "--checkpoint", 8)
+    assert code == 2
+    assert "there are: 7, 9" in err
+
+
+@pytest.mark.filterwarnings("ignore:the architecture")
+def test_export_overwrites_only_with_force(hf_diloco, tmp_path):
+    checkpoint(RunDirectory(tmp_path / "run"), 9)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    code, _, err = hf_diloco("export", tmp_path / "run", out)
+    assert code == 2
+    assert "is not empty" in err
+    assert (out / "mine.txt").exists()
+    assert hf_diloco("export", tmp_path / "run", out, "--force")[0] == 0
+    assert exported(out) == 9
+    code, _, err = hf_diloco("export", tmp_path / "run", out / "model.safetensors", "--force")
+    assert code == 2
+    assert "is a file" in err
+
+
+def test_export_says_which_file_is_broken(hf_diloco, tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    checkpoint(directory, 9)
+    (directory.checkpoints / "step-00000009" / "global.safetensors").write_bytes(b"")
+    code, _, err = hf_diloco("export", tmp_path / "run", tmp_path / "out", "--checkpoint", 9)
+    assert code == 1
+    assert "global.safetensors is broken" in err
+
+
+# ----------------------------------------------------------------------------------------------- what the syncer prints
+
+
+@pytest.mark.parametrize(
+    ("listen", "expected"),
+    [("127.0.0.1:0", ("127.0.0.1", 0)), ("[::1]:29600", ("::1", 29600)), ("host.example:1", ("host.example", 1))],
+)
+def test_listen_addresses(listen, expected):
+    assert parse_listen(listen) == expected
+
+
+@pytest.mark.parametrize("listen", ["", "host", ":1", "host:", "host:-1", "host:x", "host:65536"])
+def test_what_is_no_address(listen):
+    with pytest.raises(ConfigError, match="not an address"):
+        parse_listen(listen)
+
+
+def test_what_only_this_machine_can_reach():
+    assert all(is_loopback(host) for host in ("127.0.0.1", "127.0.0.2", "::1", "localhost"))
+    assert not any(is_loopback(host) for host in ("0.0.0.0", "10.0.0.1", "::", "host.example"))
+
+
+def test_join_lines_hold_all_but_the_token(tmp_path):
+    directory = RunDirectory(tmp_path / "a run")
+    token = directory.read_or_make_token()
+    text = join_lines("127.0.0.1:29600", directory, SyncerConfig(expected_learners=2))
+    assert token not in text
+    for learner_id in (0, 1):
+        assert (
+            f"HF_DILOCO_SYNCER=127.0.0.1:29600 HF_DILOCO_LEARNER_ID={learner_id} "
+            f"HF_DILOCO_TOKEN_FILE='{directory.token}' HF_DILOCO_NUM_SHARDS=2 accelerate launch train.py"
+        ) in text
+    remote = join_lines("0.0.0.0:29600", directory, SyncerConfig())
+    assert "HF_DILOCO_SYNCER=0.0.0.0" not in remote
+    assert "scp " in remote
+    assert token not in remote
+    assert "up to" not in remote
+    assert "and so on to HF_DILOCO_LEARNER_ID=99" in join_lines(
+        "[::1]:1", directory, SyncerConfig(expected_learners=100)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ the live table
+
+STATUS = {
+    "state": "training", "outer_step": 1200, "total_steps": 3000, "merges": 7, "last_participants": [0, 2],
+    "bytes_received": 1_500_000, "bytes_sent": 2e9,
+    "learners": [
+        {"learner_id": 0, "state": "training", "global_step": 1200, "loss": 2.5, "tokens_per_second": 1234.5,
+         "tokens_trained": 2000, "tokens_merged": 1500},
+        {"learner_id": 2, "state": "absent"},
+    ],
+}  # fmt: skip
+
+
+def test_a_status_as_lines():
+    run, first, second = plain_lines(STATUS)
+    assert run == (
+        "training · outer step 1,200 of 3,000 · 7 merges, the last from learners 0, 2 · in 1.5 MB, out 2,000.0 MB"
+    )
+    assert first == (
+        "  learner 0: training, step 1,200, loss 2.5000, 1,234 tokens/s, 1,500 / 2,000 (0.750) tokens merged"
+    )
+    assert second == "  learner 2: absent, step -, loss -, - tokens/s, - / - tokens merged"
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        STATUS,
+        {"state": None, "learners": None, "last_participants": None},
+        {"state": "\x1b[31mred", "learners": [None, 3, {"learner_id": "[bold]x", "state": "[/]", "loss": "nan"}]},
+        {"outer_step": "x", "merges": [], "bytes_sent": {}, "last_participants": [None, "[red]"], "learners": {}},
+        dict.fromkeys(STATUS, float("nan")),
+    ],
+)
+def test_whatever_the_status_holds_it_is_shown(status):
+    assert "\x1b" not in "".join(plain_lines(status))
+    Console(file=io.StringIO(), width=120).print(render(status))
+
+
+def test_without_a_terminal_lines_come_when_something_changed():
+    file = io.StringIO()
+    with Display(Console(file=file, width=40)) as display:
+        display.update({})
+        display.update(STATUS)
+        display.update(STATUS, now=True)
+        display.update({**STATUS, "merges": 8})  # too soon
+        display.update({**STATUS, "merges": 9}, now=True)
+    assert file.getvalue().count("outer step") == 2
+    assert "9 merges" in file.getvalue()
+
+
+def test_on_a_terminal_there_is_a_table():
+    file = io.StringIO()
+    with Display(Console(file=file, width=120, force_terminal=True)) as display:
+        display.update(STATUS)
+        display.message("hello [bold]")
+    assert "merged / trained tokens" in file.getvalue()
+    assert "hello [bold]" in file.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------------------ launching
+
+
+def test_an_outer_job_does_not_leak_into_learners(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "HF_DILOCO_TOKEN", "HF_TOKEN"):
+        monkeypatch.setenv(name, "1")
+    assert {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "HF_DILOCO_TOKEN"}.isdisjoint(
+        clean_environment()
+    )
+    assert clean_environment()["HF_TOKEN"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("num_learners", "num_gpus", "all_of_them", "visible", "expected"),
+    [
+        (2, 0, False, "", [None, None]),
+        (2, 4, False, "", ["0", "1"]),
+        (3, 2, False, "", ["0", "1", "0"]),
+        (2, 2, False, "5,7", ["5", "7"]),
+        (2, 4, True, "", ["0,1", "2,3"]),
+        (2, 1, True, "", ["0", "0"]),
+    ],
+)
+def test_each_learner_has_its_gpus(monkeypatch, num_learners, num_gpus, all_of_them, visible, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = [_gpus_of(learner, num_learners, num_gpus, all_of_them=all_of_them) for learner in range(num_learners)]
+    assert found == expected
+
+
+def test_exit_codes_in_words():
+    assert [_meaning(code) for code in (0, 1, 137, 255)] == [
+        "exit code 0", "exit code 1", "killed by SIGKILL", "exit code 255",
+    ]  # fmt: skip

@@ -1,0 +1,213 @@
+"""`hf-diloco launch` with real processes: whatever happens, it ends, says how, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hf_diloco.syncer.run_directory import RunDirectory
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
+
+PATIENCE = 120.0
+TRAIN = Path(__file__).parent / "launched.py"
+
+
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s in vain for {what}"
+        time.sleep(0.05)
+    return value
+
+
+class Launch:
+    """One `hf-diloco launch`; its processes are known by a variable that they inherit."""
+
+    def __init__(self, path: Path, *words: object, script: Path = TRAIN, num_learners: int = 2, **env: str) -> None:
+        self.directory = RunDirectory(path / "run", create=True)
+        self.output = path / "output.txt"
+        command = [sys.executable, "-m", "hf_diloco.cli.main", "launch", "--num-learners", str(num_learners)]
+        command += ["--run-dir", str(self.directory.path), "--num-fragments", "4", "--sync-every", "4"]
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, str(script), *map(str, words)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=path,
+                env={**os.environ, "TEST_MARK_OF_LAUNCH": str(path), **env},
+            )
+        self.path = path
+
+    def all_processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("TEST_MARK_OF_LAUNCH") == str(self.path):
+                    found += [process] if process.status() != psutil.STATUS_ZOMBIE else []
+            except psutil.Error:
+                continue
+        return found
+
+    def trainers(self) -> list[psutil.Process]:
+        """The training scripts themselves, below `accelerate launch`."""
+        found = []
+        for process in self.all_processes():
+            try:
+                words = process.cmdline()
+            except psutil.Error:
+                continue
+            found += [process] if str(TRAIN) in words[1:3] else []
+        return found
+
+    def until_training(self, num_learners: int = 2) -> None:
+        def training() -> bool:
+            assert self.process.poll() is None, self.text()
+            status = self.directory.read_status()
+            states = [learner["state"] for learner in status.get("learners", [])]
+            return states.count("training") == num_learners and (status.get("merges") or 0) >= 1
+
+        wait_until(training, "training")
+
+    def wait(self, seconds: float = PATIENCE) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end in {seconds:.0f} s:\n{self.text()}") from None
+
+    def text(self) -> str:
+        logs = [self.output, *sorted(self.directory.logs.iterdir())]
+        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
+
+    def assert_nothing_left(self, seconds: float = 5.0) -> None:
+        deadline = time.monotonic() + seconds
+        while left := self.all_processes():
+            if time.monotonic() > deadline:
+                shown = "\n".join(f"{process.pid} {process.cmdline()}" for process in left)
+                raise AssertionError(f"left behind:\n{shown}\n{self.text()}")
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+    """Starts launches, and kills all that is left of them."""
+    started: list[Launch] = []
+
+    def start(*words: object, **settings: Any) -> Launch:
+        started.append(Launch(tmp_path, *words, **settings))
+        return started[-1]
+
+    yield start
+    for run in started:
+        for process in run.all_processes():
+            process.kill()
+        run.process.wait()
+
+
+def test_a_run_that_finishes(launch):
+    run = launch("--steps", 20, "--help-me=1", RANK="3", WORLD_SIZE="4", MASTER_ADDR="nowhere")
+    assert run.wait() == 0, run.text()
+    run.assert_nothing_left()
+    output = run.output.read_text()
+    assert "The run has finished" in output
+    assert "mean participants" in output
+    assert f"model: {run.directory.model}" in output
+    assert "learner 1: tokens merged / trained" in output
+    import transformers
+
+    transformers.AutoModelForCausalLM.from_pretrained(run.directory.model)
+    for learner_id in (0, 1):
+        log = (run.directory.logs / f"learner-{learner_id}.log").read_text()
+        assert f"arguments --steps 20 --help-me=1 of learner {learner_id} of 2, world size 1" in log
+    token = run.directory.token.read_text().strip()
+    assert token not in run.text()
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]])
+def test_a_signal_ends_all_and_keeps_the_model(launch, numbers):
+    run = launch("--steps", 100_000)
+    run.until_training()
+    for number in numbers:
+        run.process.send_signal(number)
+        time.sleep(0.5)
+    assert run.wait(60) == 1, run.text()
+    run.assert_nothing_left()
+    assert "was stopped before its end" in run.output.read_text()
+    assert (run.directory.model / "model.safetensors").exists(), run.text()
+
+
+def test_ctrl_c_before_anything_runs(launch):
+    run = launch("--steps", 100_000)
+    wait_until(lambda: "Run directory" in run.output.read_text(), "the start")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(60) == 1, run.text()
+    run.assert_nothing_left()
+
+
+def test_when_launch_is_killed_nothing_stays(launch):
+    run = launch("--steps", 100_000)
+    run.until_training()
+    run.process.kill()
+    run.wait()
+    wait_until(lambda: not run.all_processes(), "the end of all processes", 60)
+    assert (run.directory.model / "model.safetensors").exists(), run.text()
+
+
+def test_a_script_that_ignores_signals_is_killed(launch):
+    run = launch("--deaf")
+    wait_until(lambda: len(run.trainers()) == 2, "the scripts")
+    wait_until(lambda: "deaf" in (run.directory.logs / "learner-0.log").read_text(), "a deaf script")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(90) == 1, run.text()
+    run.assert_nothing_left()
+
+
+def test_a_learner_that_is_killed_is_named_and_the_other_goes_on(launch):
+    run = launch("--steps", 400)
+    run.until_training()
+    victim = next(item for item in run.trainers() if item.environ()["HF_DILOCO_LEARNER_ID"] == "1")
+    victim.kill()
+    assert run.wait(180) == 1, run.text()
+    run.assert_nothing_left()
+    output = run.output.read_text()
+    assert "Learner 1 died" in output
+    assert "The run has finished" in output, run.text()
+    assert "learner 1 did not end well" in output
+    assert "Learner 0 has ended (exit code 0)" in output
+
+
+def test_scripts_that_all_fail_end_the_run(launch):
+    run = launch("--fail")
+    assert run.wait() == 1, run.text()
+    run.assert_nothing_left()
+    output = run.output.read_text()
+    assert "Learner 0 died (exit code 1)" in output
+    assert "a mistake in the script" in output  # the tail of its log
+    assert "model: none" in output
+
+
+def test_when_the_syncer_dies_the_learners_are_stopped(launch):
+    run = launch("--steps", 100_000)
+    run.until_training()
+    psutil.Process(run.directory.read_status()["pid"]).kill()
+    assert run.wait(90) == 1, run.text()
+    run.assert_nothing_left()
+    assert "The syncer died (killed by SIGKILL)" in run.output.read_text()
+
+
+def test_a_syncer_that_cannot_start_is_shown(launch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nif 'syncer' in sys.argv: sys.exit('no syncer today')\n")
+    run = launch("--steps", 10, PYTHONPATH=str(tmp_path))
+    assert run.wait() == 1, run.text()
+    run.assert_nothing_left()
+    assert "no syncer today" in run.output.read_text()
