@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -104,13 +105,17 @@ def eventually(condition: Callable[[], bool], what: str, seconds: float = PATIEN
 
 def _open_files() -> set[str]:
     gc.collect()
-    return {f"{number}" for number in os.listdir("/proc/self/fd")}
+    links = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            links.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+    return links
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """No process, thread or descriptor outlives a test; what does is ended, and the test fails."""
-    threads, files = set(threading.enumerate()), len(_open_files())
+    threads, files = set(threading.enumerate()), _open_files()
     yield
     left = []
     for process in descendants():
@@ -121,6 +126,6 @@ def nothing_left() -> Iterator[None]:
         except psutil.NoSuchProcess:
             continue
     left += [f"thread {thread.name}" for thread in set(threading.enumerate()) - threads]
-    if len(_open_files()) > files:
-        left.append(f"{len(_open_files()) - files} descriptors")
+    if len(now := _open_files()) > len(files):
+        left.append(f"descriptors {now - files}")
     assert not left, left

@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import json
 import os
+import select
 import socket
 import struct
 import threading
@@ -153,16 +154,22 @@ class Channel:
                     self._loop.call_soon(self._watch)
             return True
 
-    def idle(self) -> bool:
-        """Whether everything posted is with the kernel."""
-        with self._lock:
-            return not self._out
-
     def flush(self, seconds: float) -> None:
-        """Wait until everything posted is with the kernel. Not in the loop's thread."""
+        """Wait until everything posted is with the kernel."""
         end = time.monotonic() + seconds
-        while not self.idle() and not self.closed and time.monotonic() < end:
-            time.sleep(0.005)
+        with self._lock:
+            poll = select.poll()
+            poll.register(self._sock, select.POLLOUT)
+            while self._out and not self.closed and (left := end - time.monotonic()) > 0:
+                poll.poll(1000 * left)
+                self._write()
+
+    def finish(self) -> None:
+        """Treat the other side as gone: its process has been reaped. In the loop's thread.
+
+        Its end of the socketpair may live on in a process that was forked while the pair was made.
+        """
+        self._broken("")
 
     def close(self) -> None:
         """Close this end. In the loop's thread; ``on_closed`` is not called."""

@@ -55,8 +55,3 @@ def watch_parent(parent: int) -> None:
         os._exit(0)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
-def tick_seconds(link_timeout_seconds: float) -> float:
-    """How often two processes tell each other that they live."""
-    return min(2.0, link_timeout_seconds / 5)

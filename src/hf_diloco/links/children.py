@@ -64,6 +64,11 @@ class Child:
         """Seconds since it last said anything."""
         return time.monotonic() - self.channel.heard
 
+    def look(self) -> None:
+        """Notice its end also where its side of the channel lives on in a fork. In the loop's thread."""
+        if self._process.poll() is not None:
+            self.channel.finish()
+
     def kill(self) -> None:
         """End it now, whatever it does; its children follow."""
         self._process.kill()

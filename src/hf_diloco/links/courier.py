@@ -20,11 +20,11 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from hf_diloco.errors import AuthenticationError, LearnerRefusedError, MessageError
-from hf_diloco.links import child, handshake, wire
+from hf_diloco.links import handshake, wire
 from hf_diloco.links.agent import Agent
 from hf_diloco.links.buffers import MAX_PAYLOAD_BYTES, Buffer, BufferPool, exact_piece
 from hf_diloco.links.channel import Channel
-from hf_diloco.links.loop import Loop
+from hf_diloco.links.loop import Loop, tick_seconds
 from hf_diloco.links.relay import listen_for
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Courier:
 
     def run(self) -> NoReturn:
         """Link, then carry."""
-        self._loop.every(child.tick_seconds(self._timeout), self._tick)
+        self._loop.every(tick_seconds(self._timeout), self._tick)
         self._loop.start("trainer-channel")
         try:
             control, answer = self._knock()
@@ -91,7 +91,7 @@ class Courier:
         for work in (self._watch_control, self._send_tells, self._poll, self._upload, self._download):
             threading.Thread(target=self._guarded, args=(work, control), name=work.__name__, daemon=True).start()
         while True:
-            time.sleep(child.tick_seconds(self._timeout))
+            time.sleep(tick_seconds(self._timeout))
             try:
                 self._beat()
             except Exception as error:
@@ -180,7 +180,7 @@ class Courier:
     # ------------------------------------------------------------------------------------------------------- threads
 
     def _beat(self) -> None:
-        timeout = 3 * child.tick_seconds(self._timeout)
+        timeout = 3 * tick_seconds(self._timeout)
         wire.call(self._ctl, "beat", self._token, timeout_seconds=timeout).wait()
 
     def _watch_control(self, control: socket.socket) -> None:

@@ -21,7 +21,7 @@ from hf_diloco.errors import AuthenticationError, MessageError
 from hf_diloco.links import child
 from hf_diloco.links.channel import Channel
 from hf_diloco.links.handshake import CONTROL, keep_alive, send_document, welcome
-from hf_diloco.links.loop import Loop
+from hf_diloco.links.loop import Loop, tick_seconds
 from hf_diloco.links.relay import relay
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class _Door:
             self._token, self._timeout = message["token"], message["timeout"]
             listener = socket.socket(fileno=message["fds"][0])
             listener.setblocking(True)
-            tick = child.tick_seconds(self._timeout)
+            tick = tick_seconds(self._timeout)
             self._loop.every(tick, self._tick)
             self._loop.every(1.0, self._tire_of_strangers)
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from hf_diloco.errors import MessageError
-from hf_diloco.links import child, wire
+from hf_diloco.links import wire
 from hf_diloco.links.agent import Agent
 from hf_diloco.links.buffers import MAX_PAYLOAD_BYTES, Buffer, BufferPool, exact_piece
 from hf_diloco.links.channel import Channel
-from hf_diloco.links.loop import Loop
+from hf_diloco.links.loop import Loop, tick_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Gateway:
         wire.offer("poll", self.poll, is_async=True)
         agent = Agent("gateway", num_threads=8)
         self._channel.post({"op": "listening", "port": agent.port, "pid": os.getpid()})
-        self._loop.every(child.tick_seconds(self._timeout), self._tick)
+        self._loop.every(tick_seconds(self._timeout), self._tick)
         self._loop.run()
 
     def _tick(self) -> None:
@@ -92,12 +92,14 @@ class Gateway:
 
     def _leave(self, reason: str) -> None:
         self._channel.post({"op": "ended", "reason": reason})
+        self._channel.flush(0.4)
         os._exit(0)
 
     # ------------------------------------------------------------------------------------------------ from the syncer
 
     def _told_by_syncer(self, message: dict[str, Any], payload: Tensor | None, release: Callable[[], None]) -> None:
         if message["op"] == "leave":
+            self._channel.flush(0.4)  # a goodbye may be among it
             os._exit(0)
         with self._lock:
             if message["op"] == "drain":

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from hf_diloco.core.messages import Message, from_wire, to_wire
 from hf_diloco.errors import AuthenticationError, LearnerRefusedError, MessageError, UnsupportedError
-from hf_diloco.links import child
 from hf_diloco.links.base import LinkDown, LinkEvent, LinkUp, check_payload
 from hf_diloco.links.buffers import BufferPool
 from hf_diloco.links.channel import Channel
 from hf_diloco.links.children import Child, require_linux
-from hf_diloco.links.loop import Loop
+from hf_diloco.links.loop import Loop, tick_seconds
 from hf_diloco.links.received import LentReceived
 
 logger = logging.getLogger(__name__)
@@ -30,6 +29,7 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 5.0
 _PROVEN_SECONDS = 5.0  # a link that lived this long was a good one
 _IN_USE_EXTRA_SECONDS = 5.0
+_LAST_WORDS_SECONDS = 0.2  # for what a process said before it ended
 
 
 class _Courier:
@@ -89,6 +89,7 @@ class RpcLearnerLink:
         self._retry_seconds = _FIRST_RETRY_SECONDS
         self._in_use_since: float | None = None
         self._drained = threading.Event()
+        self._closed = False
         self._is_over = False  # closed, or down for good
         self._loop: Loop | None = None
 
@@ -101,7 +102,7 @@ class RpcLearnerLink:
                 return
             self._loop, self._pool = Loop(), BufferPool()
             self._start_zygote()
-            self._loop.every(child.tick_seconds(self._timeout), self._tick)
+            self._loop.every(tick_seconds(self._timeout), self._tick)
             self._loop.start(f"hf-diloco-link-{self.learner_id}")
 
     def send(self, message: Message, payload: Tensor | None = None) -> None:
@@ -144,7 +145,7 @@ class RpcLearnerLink:
     def close(self, *, drain_seconds: float = 0.0) -> None:
         """Send what is queued for at most ``drain_seconds``, then end the link and all it started. Idempotent."""
         with self._lock:
-            loop, courier, closed = self._loop, self._courier, getattr(self, "_closed", False)
+            loop, courier, closed = self._loop, self._courier, self._closed
             self._closed = True
             if loop is None or closed:
                 self._is_over = True
@@ -165,6 +166,8 @@ class RpcLearnerLink:
             courier.channel.close()
         self._zygote.channel.close()
         self._pool.close()
+        while not self._events.empty():  # their payloads would keep shared memory
+            self._events.get()
 
     # ------------------------------------------------------------------------------ what happens, in the loop's thread
 
@@ -179,9 +182,15 @@ class RpcLearnerLink:
             self._link()
         elif message["op"] == "unsupported":
             self._give_up(UnsupportedError(message["text"]))
+        elif message["op"] == "exited":
+            assert self._loop is not None
+            courier = self._courier
+            if courier and courier.number == message["number"]:
+                self._loop.call_later(_LAST_WORDS_SECONDS, courier.channel.finish)
 
     def _zygote_gone(self, _reason: str) -> None:
         code = self._zygote.end()
+        self._zygote_is_ready = False
         if self._is_over:
             return
         self._error = f"the process that makes couriers ended (exit code {code})"
@@ -190,8 +199,13 @@ class RpcLearnerLink:
 
     def _restart_zygote(self) -> None:
         with self._lock:
-            if not self._is_over:
+            if self._is_over:
+                return
+            try:
                 self._start_zygote()
+            except OSError as error:
+                self._error = f"no process for couriers can be started: {error}"
+                self._later(self._restart_zygote)
 
     def _link(self) -> None:
         """Start a courier."""
@@ -281,6 +295,7 @@ class RpcLearnerLink:
             if time.monotonic() - courier.channel.heard > self._timeout:
                 courier.reason = f"the courier process has not moved for {self._timeout:g} s"
                 self._kill(courier)
+        self._zygote.look()
         if self._zygote_is_ready:
             self._zygote.channel.post({"op": "tick"})
             if self._zygote.silent_for() > 3 * self._timeout:

@@ -18,6 +18,11 @@ logger = logging.getLogger(__name__)
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
+def tick_seconds(link_timeout_seconds: float) -> float:
+    """How often two processes tell each other that they live."""
+    return min(2.0, link_timeout_seconds / 5)
+
+
 class Loop:
     """Callbacks run one at a time in the thread that is in :meth:`run`; one that raises is logged, the loop goes on."""
 

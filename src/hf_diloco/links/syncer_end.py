@@ -16,12 +16,12 @@ from torch import Tensor
 
 from hf_diloco.core.messages import Message, from_wire, to_wire
 from hf_diloco.errors import MessageError, UnsupportedError
-from hf_diloco.links import child, handshake
+from hf_diloco.links import handshake
 from hf_diloco.links.base import LinkDown, LinkEvent, LinkUp, check_payload
 from hf_diloco.links.buffers import BufferPool
 from hf_diloco.links.channel import Channel
 from hf_diloco.links.children import Child, require_linux
-from hf_diloco.links.loop import Loop
+from hf_diloco.links.loop import Loop, tick_seconds
 from hf_diloco.links.received import LentReceived
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 _START_SECONDS = 120.0  # importing torch from a cold network disk takes its time
 _BIND_SECONDS = 5.0  # the door of a syncer that was killed lets go of the port within moments
 _LEAVE_SECONDS = 0.5
+_RESTART_SECONDS = 0.2
 
 
 class _Link:
@@ -92,7 +93,7 @@ class RpcSyncerLinks:
         self._loop, self._pool = Loop(), BufferPool()
         self._start_door()
         self._start_zygote()
-        self._loop.every(child.tick_seconds(self._timeout), self._tick)
+        self._loop.every(tick_seconds(self._timeout), self._tick)
         self._loop.start("hf-diloco-links")
         with self._changed:
             self._changed.wait_for(lambda: self._zygote_is_ready or self._problem, _START_SECONDS)
@@ -178,6 +179,8 @@ class RpcSyncerLinks:
         self._zygote.channel.close()
         self._listener.close()
         self._pool.close()
+        while not self._events.empty():  # their payloads would keep shared memory
+            self._events.get()
 
     # ------------------------------------------------------------------------------------- door and zygote, in the loop
 
@@ -193,14 +196,22 @@ class RpcSyncerLinks:
 
     def _restart(self, start: Callable[[], None]) -> None:
         """In a moment: what ended at once may end at once again."""
-        assert self._loop is not None
 
         def restart() -> None:
             with self._lock:
-                if not self._is_over:
-                    start()
+                if self._is_over:
+                    return
+            try:
+                start()
+            except OSError as error:
+                logger.error("a process cannot be started: %s", error)
+                self._later(_RESTART_SECONDS, restart)
 
-        self._loop.call_later(0.2, restart)
+        self._later(_RESTART_SECONDS, restart)
+
+    def _later(self, seconds: float, callback: Callable[[], None]) -> None:
+        assert self._loop is not None
+        self._loop.call_later(seconds, callback)
 
     def _door_gone(self, _reason: str) -> None:
         code = self._door.end()
@@ -231,6 +242,10 @@ class RpcSyncerLinks:
                 self._zygote_is_ready = True
             elif message["op"] == "unsupported":
                 self._problem = UnsupportedError(message["text"])
+            elif message["op"] == "exited":
+                for link in [*self._links.values(), *self._dying]:
+                    if link.number == message["number"]:
+                        self._later(_LEAVE_SECONDS, link.channel.finish)
             self._changed.notify_all()
 
     def _door_says(self, message: dict[str, Any]) -> None:
@@ -245,9 +260,8 @@ class RpcSyncerLinks:
 
     def _let_leave(self, link: _Link) -> None:
         """Let the gateway hand over what it has received, then end it."""
-        assert self._loop is not None
         link.channel.post({"op": "leave"})
-        self._loop.call_later(_LEAVE_SECONDS, lambda: self._end(link, link.reason))
+        self._later(_LEAVE_SECONDS, lambda: self._end(link, link.reason))
 
     # ---------------------------------------------------------------------------------------------- links, in the loop
 
@@ -345,6 +359,7 @@ class RpcSyncerLinks:
     def _tick(self) -> None:
         for helper in (self._door, self._zygote):
             helper.channel.post({"op": "tick"})
+            helper.look()
         # (before it is ready the zygote imports torch and says nothing)
         if self._door.silent_for() > self._timeout:
             self._door.kill()

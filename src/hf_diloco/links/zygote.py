@@ -7,6 +7,7 @@ forks are safe whatever the trainer does (CUDA, threads, notebooks).
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import socket
@@ -25,9 +26,11 @@ Role = Callable[[socket.socket, dict[str, Any]], None]
 
 
 class _Zygote:
-    def __init__(self, sock: socket.socket, parent: int, name: str, role: Role) -> None:
+    role: Role
+
+    def __init__(self, sock: socket.socket, parent: int, name: str) -> None:
         sock.settimeout(child.PARENT_POLL_SECONDS)
-        self._sock, self._parent, self._name, self._role = sock, parent, name, role
+        self._sock, self._parent, self._name = sock, parent, name
         self._reader = FrameReader(sock)
         self._pids: dict[int, int] = {}  # of the children that live, by the parent's number for them
 
@@ -74,7 +77,7 @@ class _Zygote:
             child.end_with(zygote)
             self._sock.close()
             child.set_name(self._name)
-            self._role(socket.socket(fileno=fd), args)
+            self.role(socket.socket(fileno=fd), args)
         except BaseException as error:
             child.logger.exception("a %s failed: %s", self._name, error)
         finally:
@@ -84,6 +87,7 @@ class _Zygote:
         for number, pid in list(self._pids.items()):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 del self._pids[number]
+                self.say(op="exited", number=number)
 
     def _end(self) -> None:
         deadline = time.monotonic() + _END_SECONDS
@@ -100,10 +104,7 @@ def _self_test() -> str | None:
     """Why RPC cannot be used with this torch release; None if it can. In a fork, since agents start threads."""
     from hf_diloco.links import agent, wire
 
-    try:
-        wire.install()
-    except UnsupportedError as error:
-        return str(error)
+    wire.install()
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -125,14 +126,17 @@ def main() -> None:
     """Be the zygote of this role."""
     name = sys.argv[3]
     sock, parent = child.begin(f"{name}-0")
-    import torch.distributed.rpc.rref_proxy  # noqa: F401  # C++ imports it at the first call otherwise
+    zygote = _Zygote(sock, parent, name)
+    try:
+        import torch.distributed.rpc.rref_proxy  # noqa: F401  # C++ imports it at the first call otherwise
 
-    if name == "courier":
-        from hf_diloco.links.courier import main as role
-    else:
-        from hf_diloco.links.gateway import main as role
-    zygote = _Zygote(sock, parent, name, role)
-    if problem := _self_test():
+        zygote.role = importlib.import_module(f"hf_diloco.links.{name}").main
+        problem = _self_test()
+    except UnsupportedError as error:
+        problem = str(error)
+    except (ImportError, AttributeError) as error:
+        problem = f"torch.distributed.rpc cannot be used with this build of torch ({error}); install another build."
+    if problem:
         zygote.say(op="unsupported", text=problem)
     else:
         gc.freeze()  # collections in the children would copy the pages they share
