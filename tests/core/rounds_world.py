@@ -243,13 +243,13 @@ class World:
     # ------------------------------------------------------------------------------------------------------ syncer
 
     def _tell(self, event: ev.Event, sent: tuple[Learner, Shipped] | None = None) -> None:
+        self._forgive_gap()
         t, versions = self.rounds.outer_step, list(self.rounds.current)
         for action in self.rounds.handle(event, self.now):
             self._perform(action, sent)
         assert self.rounds.outer_step >= t
         assert all(new >= old for new, old in zip(self.rounds.current, versions, strict=True))
-        if not self.rounds.present(self.now) or self.rounds.phase != "training":
-            self._gap_since = self.now
+        self._forgive_gap()
 
     def _perform(self, action: ev.Action, sent: tuple[Learner, Shipped] | None) -> None:
         match action:
@@ -295,6 +295,11 @@ class World:
         self._note_gap()
         self._gap_since = self.now
         self.after(MERGE_SECONDS, lambda: self._tell(ev.Merged(round=action.round)))
+
+    def _forgive_gap(self) -> None:
+        """Nobody is there: no merge is missing."""
+        if not self.rounds.present(self.now) or self.rounds.phase != "training":
+            self._gap_since = self.now
 
     def _note_gap(self) -> None:
         self.longest_gap = max(self.longest_gap, self.now - self._gap_since)
