@@ -57,7 +57,7 @@ def syncer(port: int, timeout: float) -> None:
 
 
 def trainer(port: int, learner_id: int, timeout: float, size: int) -> None:
-    from conftest import is_whole, payload_of, signed
+    from links_world import is_whole, payload_of, signed
 
     from hf_diloco.links.base import LinkDown, LinkUp, Received
     from hf_diloco.links.rpc import RpcLearnerLink

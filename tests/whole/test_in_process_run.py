@@ -50,12 +50,21 @@ class World:
         thread.start()
         return thread
 
-    def learner(self, learner_id: int, *, model: nn.Module | None = None, steps: int | None = 60) -> Learner:
+    def learner(
+        self,
+        learner_id: int,
+        *,
+        model: nn.Module | None = None,
+        steps: int | None = 60,
+        steps_from_epochs: bool = False,
+    ) -> Learner:
         model = model if model is not None else make_model()
         self.models[learner_id] = model
         plugin = DiLoCoPlugin(syncer="in-process:1", learner_id=learner_id)
         link = self.hub.connect(learner_id, incarnation=str(id(model)))
-        return Learner(ModelParameters(model), plugin, total_steps=steps, link=link)
+        return Learner(
+            ModelParameters(model), plugin, total_steps=steps, steps_from_epochs=steps_from_epochs, link=link
+        )
 
     def tape(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in read_tape(self.directory.tape) if line["kind"] == kind]
@@ -221,6 +230,16 @@ def test_a_learner_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str
     done.set()
     world.join()
     assert [line["learner_id"] for line in world.tape("refusal")] == [1]
+
+
+def test_steps_that_follow_from_epochs_are_no_demand(tmp_path: Path) -> None:
+    """Shards are not all of one size, so the same number of epochs is not the same number of steps."""
+    world = World(tmp_path, expected_learners=2, num_fragments=2, sync_every=4)
+    world.start(train, world, 0, steps=60, steps_from_epochs=True)
+    world.start(train, world, 1, steps=59, steps_from_epochs=True)
+    world.join()
+    assert world.syncer.status()["total_steps"] in (59, 60)
+    assert torch.equal(parameters(world.models[0]), parameters(world.models[1]))
 
 
 def test_more_fragments_than_the_model_allows(tmp_path: Path) -> None:

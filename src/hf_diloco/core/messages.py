@@ -45,6 +45,9 @@ class Hello:
     averaged: tuple[str, ...]  # those of them that are merged by plain average (embeddings)
     constants_digest: str  # frozen parameters and persistent buffers, hashed
     total_steps: int | None  # what this learner's training script says; None: whatever the syncer says
+    steps_from_epochs: bool = (
+        False  # ... worked out from epochs and its own shard: good for the first learner, no demand
+    )
     num_shards: int | None  # over how many shards its data set is split; None: not split by us
     library_version: str  # hf_diloco.__version__
     torch_version: str

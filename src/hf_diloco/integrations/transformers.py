@@ -103,6 +103,7 @@ class DiLoCoCallback(TrainerCallback):
             ModelParameters(model),
             self._plugin,
             total_steps=state.max_steps,
+            steps_from_epochs=args.max_steps <= 0,
             files=_files(model, processing_class),
             link=self._make_link() if self._make_link else None,
         )

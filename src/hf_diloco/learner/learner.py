@@ -43,6 +43,8 @@ class Learner:
         parameters: the live model.
         plugin: where the syncer is, and which learner this is.
         total_steps: how long the training script means to train; None to take the run's.
+        steps_from_epochs: ``total_steps`` was worked out from epochs and this learner's own shard, so that it may
+            differ between learners; the run takes the first learner's.
         files: config and tokenizer files by name, for the exported model; sent if this learner supplies the initial
             values.
         link: for tests; default is a link over ``torch.distributed.rpc`` to ``plugin.syncer``.
@@ -54,6 +56,7 @@ class Learner:
         plugin: DiLoCoPlugin,
         *,
         total_steps: int | None,
+        steps_from_epochs: bool = False,
         files: Mapping[str, bytes] | None = None,
         link: LearnerLink | None = None,
     ) -> None:
@@ -62,7 +65,7 @@ class Learner:
         self.global_step = 0
         self.total_steps = total_steps or 0
         self._parameters, self._plugin = parameters, plugin
-        self._wanted_steps = total_steps
+        self._wanted_steps, self._steps_from_epochs = total_steps, steps_from_epochs
         self._files = dict(files or {})
         self._constants_digest = parameters.constants_digest()
         incarnation = uuid.uuid4().hex[:12]
@@ -140,6 +143,7 @@ class Learner:
             averaged=self._parameters.averaged,
             constants_digest=self._constants_digest,
             total_steps=self._wanted_steps,
+            steps_from_epochs=self._steps_from_epochs,
             num_shards=self._plugin.num_shards,
             library_version=hf_diloco.__version__,
             torch_version=torch.__version__,

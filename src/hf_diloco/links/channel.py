@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hf_diloco.errors import MessageError
 from hf_diloco.links.loop import READ, WRITE, Loop
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _HEADER = struct.Struct("!I")
 _MAX_FDS = 16
 
 
-class FrameError(Exception):
+class FrameError(MessageError):
     """The other side sent something that is no frame."""
 
 
@@ -142,12 +143,13 @@ class Channel:
                     message["capacity"] = buffer.size
                     fds.append(buffer.fd)
             frame = memoryview(encode_frame(message, len(fds)))
+            duplicates = [os.dup(fd) for fd in fds]
             if buffer is not None and self._pool is not None:
                 buffer.passed_to.add(self)
                 self._pool.hold(buffer)
                 self._lent.setdefault(buffer.number, []).append(buffer)
             idle = not self._out
-            self._out.append((frame, [os.dup(fd) for fd in fds]))
+            self._out.append((frame, duplicates))
             if idle:
                 self._write()
                 if self._out:
@@ -188,9 +190,12 @@ class Channel:
                 sent = self._sock.sendmsg([frame], rights)
             except BlockingIOError:
                 return
-            except OSError:  # the other side is gone: the reading end will say so
-                self._drop_output()
-                return
+            except (BrokenPipeError, ConnectionResetError):  # it is gone: reading its last words will say so
+                return self._drop_output()
+            except OSError as error:
+                reason = f"{type(error).__name__}: {error}"
+                self._loop.call_soon(lambda: self._broken(reason))
+                return self._drop_output()
             for fd in fds:
                 os.close(fd)
             if sent == len(frame):

@@ -88,6 +88,7 @@ def _environment() -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name != "HF_DILOCO_TOKEN"}
     return environment | {
         "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONWARNINGS": "ignore",  # "error" is meant for the user's program
         "PYTHONSAFEPATH": "1",  # a torch.py or json.py in the working directory is not ours
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",  # numpy would start threads: a zygote must have one only

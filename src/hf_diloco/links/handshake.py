@@ -31,9 +31,12 @@ _ACCEPTED, _REJECTED = b"+", b"-"
 
 
 def host_key() -> str:
-    """The same for two processes exactly if they can reach each other's loopback."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
+    """The same for two processes if they can reach each other's loopback. Unlike any other where it cannot be told."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return secrets.token_hex(16)
 
 
 def keep_alive(sock: socket.socket, timeout_seconds: float) -> None:

@@ -69,7 +69,7 @@ class Terms:
                 f"{hello.constants_digest[:12]} instead of {ours.constants_digest[:12]}). Load the same base model "
                 "and revision."
             )
-        if hello.total_steps not in (None, self.config.total_steps):
+        if not hello.steps_from_epochs and hello.total_steps not in (None, self.config.total_steps):
             return (
                 f"this learner wants to train {hello.total_steps} steps, the run has {self.config.total_steps}. Set "
                 f"max_steps={self.config.total_steps} in its training arguments (--max_steps), or restart the syncer "

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import (
+from links_world import (
     PATIENCE,
     TOKEN,
     collect,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from conftest import TOKEN, checksum, collect, eventually, is_whole, number_of, payload_of, signed, until
+from links_world import TOKEN, checksum, collect, eventually, is_whole, number_of, payload_of, signed, until
 
 from hf_diloco.core.messages import Goodbye, Hello, NeedFull, Notice, Start, Supplied
 from hf_diloco.errors import LearnerRefusedError
