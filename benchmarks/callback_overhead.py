@@ -12,6 +12,7 @@ Prints mean and 95th percentile of both, and their ratio, which should be at mos
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -69,7 +70,9 @@ def time_hook(callback: Timed) -> None:
 def start_syncer(directory: Path, wire_format: str) -> tuple[subprocess.Popen[bytes], str]:
     command = [sys.executable, "-m", "hf_diloco.cli.main", "syncer", "--listen", "127.0.0.1:0"]
     command += ["--run-dir", str(directory), "--num-fragments", "24", "--sync-every", "24"]
-    syncer = subprocess.Popen([*command, "--wire-format", wire_format], stdout=subprocess.DEVNULL)
+    syncer = subprocess.Popen(
+        [*command, "--wire-format", wire_format], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     status = directory / "status.json"
     while not status.exists():
         if syncer.poll() is not None:
@@ -101,11 +104,15 @@ def main() -> None:
         directory = Path(path) / "run"
         syncer, address = start_syncer(directory, options.wire_format)
         try:
-            timed, clock = Timed(DiLoCoPlugin(syncer=address, learner_id=0, token_file=str(directory / "token"))), StepClock()
+            timed, clock = (
+                Timed(DiLoCoPlugin(syncer=address, learner_id=0, token_file=str(directory / "token"))),
+                StepClock(),
+            )
             time_hook(timed)
             arguments = TrainingArguments(
                 output_dir=f"{path}/out", max_steps=WARM_UP_STEPS + options.steps + 1, per_device_train_batch_size=4,
                 use_cpu=True, report_to="none", save_strategy="no", logging_strategy="no",
+                disable_tqdm=True,
             )  # fmt: skip
             Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[clock, timed]).train()
             syncer.wait(timeout=60)
@@ -113,13 +120,15 @@ def main() -> None:
         finally:
             syncer.kill()
             syncer.wait()
-    steps = [later - earlier for earlier, later in zip(clock.times, clock.times[1:], strict=False)][WARM_UP_STEPS:]
+    steps = [later - earlier for earlier, later in itertools.pairwise(clock.times)][WARM_UP_STEPS:]
     callback = timed.seconds[WARM_UP_STEPS : WARM_UP_STEPS + len(steps)]
     step = sum(steps) / len(steps)
     mean, worst = sum(callback) / len(callback), percentile(callback, 0.95)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {len(steps)} steps, {merges} merges")
     print(f"step:     mean {step * 1e3:8.2f} ms   95th percentile {percentile(steps, 0.95) * 1e3:8.2f} ms")
-    print(f"callback: mean {mean * 1e3:8.2f} ms   95th percentile {worst * 1e3:8.2f} ms   longest {max(callback) * 1e3:.2f} ms")
+    print(
+        f"callback: mean {mean * 1e3:8.2f} ms   95th percentile {worst * 1e3:8.2f} ms   longest {max(callback) * 1e3:.2f} ms"
+    )
     print(f"share:    mean {mean / step:8.2%}      95th percentile {worst / step:8.2%}      (target: at most 2 %)")
 
 

@@ -266,8 +266,9 @@ class Exchange:
         if published is None:
             self._link.send(ms.NeedFull(fragment_index=message.fragment_index))
             return
+        prepared = self._prepare(message, local, published)  # unlocked: nothing is taken while `ready` is None
         with self.changed:
-            local.ready = self._prepare(message, local, published)
+            local.ready = prepared
             self.changed.notify_all()
 
     def _decode(
