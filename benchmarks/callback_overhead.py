@@ -126,9 +126,8 @@ def main() -> None:
     mean, worst = sum(callback) / len(callback), percentile(callback, 0.95)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {len(steps)} steps, {merges} merges")
     print(f"step:     mean {step * 1e3:8.2f} ms   95th percentile {percentile(steps, 0.95) * 1e3:8.2f} ms")
-    print(
-        f"callback: mean {mean * 1e3:8.2f} ms   95th percentile {worst * 1e3:8.2f} ms   longest {max(callback) * 1e3:.2f} ms"
-    )
+    longest = max(callback) * 1e3
+    print(f"callback: mean {mean * 1e3:8.2f} ms   95th percentile {worst * 1e3:8.2f} ms   longest {longest:.2f} ms")
     print(f"share:    mean {mean / step:8.2%}      95th percentile {worst / step:8.2%}      (target: at most 2 %)")
 
 
