@@ -163,6 +163,13 @@ def test_who_joins_later_trains_as_soon_as_it_is_healed():
     assert syncer.heal(1).got(ev.StartTraining) == [ev.StartTraining(learner_id=1)]
 
 
+def test_a_lost_start_is_said_again():
+    syncer = Syncer().join(0).tell(ev.ValuesSupplied(learner_id=0)).heal(0)
+    assert syncer.got(ev.StartTraining)
+    syncer.lose(0)
+    assert syncer.join(0, held=(FIRST, FIRST)).got(ev.StartTraining) == [ev.StartTraining(learner_id=0)]
+
+
 def test_a_newcomer_has_few_full_fragments_under_way():
     syncer = Syncer(1, num_fragments=8, sync_every=8).join(1)
     assert len(syncer.got(ev.Publish)) == 4
@@ -304,6 +311,14 @@ def test_the_quorum_is_lowered_when_a_learner_leaves():
     assert syncer.lose(2).got(ev.MergeRound)
 
 
+def test_the_quorum_counts_an_answer_whose_sender_has_left():
+    syncer, round = at_first_round(3, min_quorum=3)
+    syncer.answer(0, round).answer(1, round).lose(0)
+    assert syncer.rounds.open_rounds[0].quorum_at == 0.0  # two answers; two of those asked are present
+    (merge,) = syncer.tick(9.0).got(ev.MergeRound)
+    assert [who for who, _ in merge.participants] == [0, 1]
+
+
 def test_answers_without_steps_do_not_count_towards_the_quorum():
     syncer, round = at_first_round(3, min_quorum=1)
     syncer.answer(0, round, steps=0)
@@ -403,6 +418,13 @@ def test_an_unhealed_newcomer_is_never_asked_nor_merged():
     assert syncer.rounds.outer_step == 4
     syncer.answer(2, round)
     assert not syncer.got(ev.AcceptUpdate)
+
+
+def test_who_needs_a_full_value_is_not_asked_until_it_has_it():
+    syncer = Syncer(2)
+    syncer.tell(ev.FullNeeded(learner_id=1, fragment_index=1)).step(0, 4)
+    assert set(syncer.rounds.open_rounds[0].asked_at) == {0}
+    assert (0, (1,)) in asked(syncer.acknowledge(1, 1))
 
 
 def test_who_is_healed_but_has_made_no_step_is_not_counted():
@@ -505,7 +527,7 @@ def test_overwrite_refuses_an_update_from_before_the_previous_value():
 
 def drain(syncer, *who, steps=2):
     """Everybody answers all last rounds."""
-    while syncer.rounds.phase == "draining":
+    for _ in range(10):
         for fragment, round in list(syncer.rounds.open_rounds.items()):
             for learner_id in sorted(round.asked_at.keys() - round.answered):
                 syncer.answer(learner_id, round.id, fragment, steps=steps)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from rounds_world import NOTHING, Speed, World
+from rounds_learner import Speed
+from rounds_world import NOTHING, World
 
 from hf_diloco.config import SyncerConfig
 from hf_diloco.core import events as ev

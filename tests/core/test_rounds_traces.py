@@ -3,7 +3,8 @@
 from statistics import mean
 
 import pytest
-from rounds_world import Speed, World
+from rounds_learner import Speed
+from rounds_world import World
 
 from hf_diloco.config import SyncerConfig
 
@@ -51,7 +52,7 @@ def merges_between(world, start, end):
 @pytest.mark.parametrize("trip", [0.1, 0.5, 1.0, 2.0, 3.0, 5.0])
 def test_return_trips_of_some_inner_steps(trip, num_fragments):
     speed = Speed(step_seconds=1.0, jitter=1.1, up_seconds=trip / 2, down_seconds=trip / 2, link_jitter=1.2)
-    world = make_world([speed] * 4, total_steps=200, num_fragments=num_fragments)
+    world = make_world([speed] * 4, total_steps=150, num_fragments=num_fragments)
     world.run(1000)
     world.check_everything_merged()
     assert mean_participants(world) >= 0.9 * 4
