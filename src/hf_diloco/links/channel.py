@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_diloco.errors import MessageError
@@ -193,8 +194,7 @@ class Channel:
             except (BrokenPipeError, ConnectionResetError):  # it is gone: reading its last words will say so
                 return self._drop_output()
             except OSError as error:
-                reason = f"{type(error).__name__}: {error}"
-                self._loop.call_soon(lambda: self._broken(reason))
+                self._loop.call_soon(partial(self._broken, f"{type(error).__name__}: {error}"))
                 return self._drop_output()
             for fd in fds:
                 os.close(fd)
