@@ -37,7 +37,8 @@ def main() -> None:
             first, best, median = seconds[0], min(seconds), statistics.median(seconds[1:])
             rate = f" = {size / median / 1e6:.0f} MB/s" if size >= 1 << 20 else ""
             print(
-                f"{name} {size} bytes: first {first * 1e3:.1f}, best {best * 1e3:.1f}, median {median * 1e3:.1f} ms{rate}"
+                f"{name} {size} bytes: first {first * 1e3:.1f}, best {best * 1e3:.1f}, "
+                f"median {median * 1e3:.1f} ms{rate}"
             )
     for name, trip in (
         ("one way up", lambda: (up(), until(syncer, Received))),
@@ -50,9 +51,8 @@ def main() -> None:
         time.sleep(5.5)  # a link that lived 5 s is retried at once
         forks_of(role)[0].kill()
         seen = timed(lambda: until(link, LinkDown))
-        print(
-            f"kill -9 {role}: seen in {seen * 1e3:.0f} ms, up again in {timed(lambda: until(link, LinkUp)) * 1e3:.0f} more"
-        )
+        again = timed(lambda: until(link, LinkUp))
+        print(f"kill -9 {role}: seen in {seen * 1e3:.0f} ms, up again in {again * 1e3:.0f} more")
     print(f"learner closes in {timed(link.close) * 1e3:.0f} ms, syncer in {timed(syncer.close) * 1e3:.0f} ms")
 
 
