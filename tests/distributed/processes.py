@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from hf_diloco.syncer.tape import read_tape
 
 SCRIPT = Path(__file__).parent / "train_tiny.py"
@@ -70,7 +72,7 @@ class Run:
         flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
         command = [sys.executable, "-m", "hf_diloco.cli.main", "syncer", "--listen", "127.0.0.1:0"]
         path.mkdir(parents=True, exist_ok=True)
-        self.syncer = Process([*command, "--run-dir", str(self.directory), *flags], path / "syncer.log", {})
+        self.syncer = Process([*command, "--run-dir", str(self.directory), *flags], path / "syncer.log", self._mark())
         self.learners: dict[int, Process] = {}
         self._all: list[Process] = [self.syncer]
 
@@ -89,6 +91,7 @@ class Run:
     def start_learner(self, learner_id: int, token: str | None = None, **options: Any) -> Process:
         address = wait_until(lambda: self.status().get("address"), "the syncer's address")
         environment = {
+            **self._mark(),
             "HF_DILOCO_SYNCER": address,
             "HF_DILOCO_LEARNER_ID": str(learner_id),
             "HF_DILOCO_TOKEN_FILE": token or str(self.directory / "token"),
@@ -112,10 +115,26 @@ class Run:
                 raise AssertionError(f"{process.log.name} failed:\n{process.tail()}")
         return True
 
+    def _mark(self) -> dict[str, str]:
+        """By this variable all processes of the run are known, also those whose parents are gone."""
+        return {"HF_DILOCO_TEST_RUN": str(self.path)}
+
+    def _left(self) -> list[str]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("HF_DILOCO_TEST_RUN") == str(self.path):
+                    found.append(f"pid {process.pid}: {' '.join(process.cmdline())}")
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
     def end(self) -> None:
+        """Kill what still runs; nothing else, helper of a helper, may outlive that."""
         for process in self._all:
             if process.running():
                 process.kill()
+        wait_until(lambda: not self._left(), f"the end of {self._left()}", 30)
 
 
 def start_script(path: Path, name: str, environment: dict[str, str], **options: Any) -> Process:

@@ -78,6 +78,7 @@ def test_a_killed_learner_comes_back(start_run: Any) -> None:
     assert applied
 
 
+@pytest.mark.long
 def test_a_second_learner_dies_while_the_first_one_joins(start_run: Any) -> None:
     run = start_run(expected_learners=3, **SETTINGS)
     pace = {**PACE, "step_seconds": 0.25, "max_steps": 240}

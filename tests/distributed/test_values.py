@@ -18,7 +18,13 @@ pytestmark = pytest.mark.distributed
 
 @pytest.mark.parametrize(
     ("wire_format", "on_arrival"),
-    [("fp32", "overwrite"), ("fp32", "carry"), ("bf16", "carry"), ("int8", "overwrite"), ("int4", "carry")],
+    [
+        ("fp32", "overwrite"),
+        ("int4", "carry"),
+        pytest.param("fp32", "carry", marks=pytest.mark.long),
+        pytest.param("bf16", "carry", marks=pytest.mark.long),
+        pytest.param("int8", "overwrite", marks=pytest.mark.long),
+    ],
 )
 def test_digests_agree_at_every_version(start_run: Any, wire_format: str, on_arrival: str) -> None:
     """Also at a learner that was stopped and missed versions, and at one that was killed and came back."""
@@ -94,6 +100,7 @@ def test_one_learner_alone_is_plain_training(start_run: Any, tmp_path: Path) -> 
     assert all(torch.equal(saved[name], held[name]) for name in saved)
 
 
+@pytest.mark.long
 def test_with_overwrite_it_is_not(start_run: Any, tmp_path: Path) -> None:
     """The control: the steps that overwriting loses are seen by the same comparison."""
     _, distance = trained_alone(start_run, tmp_path, "overwrite")
