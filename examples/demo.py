@@ -22,6 +22,11 @@ EXAMPLES = Path(__file__).resolve().parent
 SCRIPT = EXAMPLES / "pretrain_clm.py"
 LEAST_MEAN_PARTICIPANTS = 1.8
 LEAST_MERGED_SHARE = 0.95
+# From random weights and with 25 merges a fragment, outer momentum has little time to pay off. Eval loss after 600
+# steps, all runs made, seeds 42 | 43: alone 1.887 | 1.950; two learners with 1.0/0 1.791, 1.907 | 1.830; with 0.7/0.5
+# 1.830 | 1.885; with the defaults (0.7/0.7) 1.983 | not run. Runs of one setting differ by 0.1: which learner is merged
+# when depends on the load of the machine, so the last check of the demo can fail.
+SETTINGS = ["--outer-lr", "1.0", "--outer-momentum", "0"]
 
 
 class Checks:
@@ -39,7 +44,7 @@ class Checks:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--run-dir", type=Path, help="default: runs/demo-<date-time>")
-    parser.add_argument("--max-steps", type=int, default=300, help="steps of each learner")
+    parser.add_argument("--max-steps", type=int, default=600, help="steps of each learner")
     arguments = parser.parse_args()
     now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     run_dir = (arguments.run_dir or Path("runs") / f"demo-{now}").absolute()
@@ -52,7 +57,17 @@ def main() -> int:
         return 1
 
     print("\n== A syncer and two learners ==", flush=True)
-    command = [sys.executable, "-m", "hf_diloco.cli.main", "launch", "--num-learners", "2", "--run-dir", str(run_dir)]
+    command = [
+        sys.executable,
+        "-m",
+        "hf_diloco.cli.main",
+        "launch",
+        "--num-learners",
+        "2",
+        "--run-dir",
+        str(run_dir),
+        *SETTINGS,
+    ]
     command += [str(SCRIPT), *training, "--output_dir", str(run_dir / "learners")]
     print("$ hf-diloco " + " ".join(command[3:]), flush=True)
     code = subprocess.run(command, env=environment()).returncode
