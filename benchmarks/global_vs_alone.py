@@ -5,8 +5,8 @@ same model, same steps, same held-out text. The one alone reads the whole traini
 
     python benchmarks/global_vs_alone.py [--seeds 42 43 44] [--max_steps 600] [-- --outer-momentum 0.3 ...]
 
-What stands behind `--` goes to `hf-diloco launch`; default: --outer-lr 1 --outer-momentum 0, as in the demo (a short run
-from scratch). Prints one line a seed: both eval losses, merges, mean participants, inner steps that were really taken.
+What stands behind `--` goes to `hf-diloco launch`; default: --outer-lr 1 --outer-momentum 0, as in the demo (a short
+run from scratch). Prints one line a seed: both eval losses, merges, mean participants, inner steps really taken.
 """
 
 from __future__ import annotations
@@ -56,10 +56,8 @@ def main() -> None:
             status = json.loads((path / "run" / "status.json").read_text())
             steps = ", ".join(str(row["steps"]) for row in status["learners"])
             alone, together = eval_loss(path / "alone"), eval_loss(path / "out" / "learner-0")
-            print(
-                f"{seed:4d}  {alone:.4f}  {together:.4f}  {status['merges']:6d}  {status['mean_participants']:12.2f}  {steps}",
-                flush=True,
-            )
+            merges, participants = status["merges"], status["mean_participants"]
+            print(f"{seed:4d}  {alone:.4f}  {together:.4f}  {merges:6d}  {participants:12.2f}  {steps}", flush=True)
 
 
 if __name__ == "__main__":
