@@ -133,7 +133,14 @@ def test_a_run_that_finishes(launch):
     assert token not in run.text()
 
 
-@pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [signal.SIGINT],
+        pytest.param([signal.SIGTERM], marks=pytest.mark.long),
+        pytest.param([signal.SIGTERM, signal.SIGINT], marks=pytest.mark.long),
+    ],
+)
 def test_a_signal_ends_all_and_keeps_the_model(launch, numbers):
     run = launch("--steps", 100_000)
     run.until_training()
@@ -146,6 +153,7 @@ def test_a_signal_ends_all_and_keeps_the_model(launch, numbers):
     assert (run.directory.model / "model.safetensors").exists(), run.text()
 
 
+@pytest.mark.long
 def test_ctrl_c_before_anything_runs(launch):
     run = launch("--steps", 100_000)
     wait_until(lambda: "Run directory" in run.output.read_text(), "the start")
@@ -163,6 +171,7 @@ def test_when_launch_is_killed_nothing_stays(launch):
     assert (run.directory.model / "model.safetensors").exists(), run.text()
 
 
+@pytest.mark.long
 def test_a_script_that_ignores_signals_is_killed(launch):
     run = launch("--deaf")
     wait_until(lambda: len(run.trainers()) == 2, "the scripts")
@@ -186,6 +195,7 @@ def test_a_learner_that_is_killed_is_named_and_the_other_goes_on(launch):
     assert "Learner 0 has ended (exit code 0)" in output
 
 
+@pytest.mark.long
 def test_scripts_that_all_fail_end_the_run(launch):
     run = launch("--fail")
     assert run.wait() == 1, run.text()
@@ -196,6 +206,7 @@ def test_scripts_that_all_fail_end_the_run(launch):
     assert "model: none" in output
 
 
+@pytest.mark.long
 def test_when_the_syncer_dies_the_learners_are_stopped(launch):
     run = launch("--steps", 100_000)
     run.until_training()

@@ -159,7 +159,7 @@ def comes_back(syncer: RpcSyncerLinks, link: RpcLearnerLink) -> None:
 
 
 @pytest.mark.parametrize("role", ["courier", "gateway"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 def test_a_process_of_the_link_is_lost(pair: tuple, role: str, number: int) -> None:
     (process,) = forks_of(role)
     process.send_signal(number)
@@ -225,7 +225,7 @@ def test_the_syncer_is_killed_and_comes_back(far: Callable, connect: Callable) -
     assert is_whole(until(link, Received))
 
 
-@pytest.mark.parametrize("fork", ["", "1"], ids=["alone", "with_workers"])
+@pytest.mark.parametrize("fork", ["", pytest.param("1", marks=pytest.mark.long)])
 def test_the_trainer_is_killed(
     syncer: RpcSyncerLinks, far: Callable, fork: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +254,7 @@ def test_a_stopped_main_process_is_missed(who: str, far: Callable) -> None:
     assert trainer.hear("back")["whole"]
 
 
+@pytest.mark.long
 def test_a_healthy_learner_does_not_notice(pair: tuple, far: Callable) -> None:
     (syncer, link), payload = pair, payload_of(4 << 20)
     (own,) = forks_of("gateway")
