@@ -93,6 +93,7 @@ def train(
     steps: int = 60,
     at: dict[int, Callable[[], None]] | None = None,
     lr: float = 0.05,
+    pace_seconds: float = 0.003,
     **options: Any,
 ) -> None:
     """Train a model as a user's loop would; ``at`` are faults by step."""
@@ -108,7 +109,7 @@ def train(
         optimizer.zero_grad()
         if at and step in at:
             at[step]()
-        threading.Event().wait(0.003)  # the pace of the learner
+        threading.Event().wait(pace_seconds)
         if not learner.step(tokens=8):
             break
     assert learner.finish()
@@ -173,6 +174,21 @@ def test_a_link_that_is_down_for_long_keeps_the_progress(tmp_path: Path) -> None
     row = world.accounts()[1]
     assert row["tokens_merged"] == row["tokens_trained"] > 0
     assert row["tokens_overwritten"] == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_progress_is_given_up_only_if_none_of_it_is_under_way(tmp_path: Path, seed: int) -> None:
+    """No grace, fragments due at every other step: many answers come late, so much is carried for too long."""
+    world = World(
+        tmp_path, seed=seed, expected_learners=2, num_fragments=2, sync_every=2, max_grace_seconds=0, overlap_steps=1
+    )
+    world.start(train, world, 0, steps=300, pace_seconds=0.0)
+    world.start(train, world, 1, steps=300, pace_seconds=0.002)
+    world.join()
+    for row in world.accounts().values():
+        assert row["tokens_merged"] + row["tokens_overwritten"] == pytest.approx(row["tokens_trained"], abs=1), row
+    steps = [participant["steps"] for line in world.tape("round") for participant in line["participants"]]
+    assert min(steps) > 0
 
 
 def test_one_learner_alone_is_plain_training(tmp_path: Path) -> None:

@@ -298,7 +298,7 @@ class Exchange:
         if shipped is not None and merged is None and message.closed_round and shipped.round <= message.closed_round:
             local.shipped = shipped = None
         carried_steps = self.steps_done - local.accounted_steps
-        give_up = shipped is None and carried_steps > _CARRY_LIMIT * self.welcome.sync_every
+        give_up = shipped is None and not local.cutting and carried_steps > _CARRY_LIMIT * self.welcome.sync_every
         correction = None
         if local.anchor is not None and self.welcome.on_arrival == "carry" and not give_up:
             correction = published - local.anchor
@@ -323,7 +323,8 @@ class Exchange:
             self._update_id(cut.ask), cut.ask.round, payload, wire_format, cut.steps, cut.tokens, cut.anchor_version
         )
         with self.lock:
-            self.fragments[cut.ask.fragment_index].shipped = shipped
+            local = self.fragments[cut.ask.fragment_index]
+            local.shipped, local.cutting = shipped, False
         self._send_update(cut.ask, shipped, cut.held_seconds)
 
     def _send_update(self, ask: ms.Ask, shipped: Shipped, held_seconds: float) -> None:

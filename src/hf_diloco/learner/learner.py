@@ -9,6 +9,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -232,6 +233,11 @@ class Learner:
     def _take(self, local: LocalFragment, prepared: Prepared) -> Prepared:
         """Make the prepared value the anchor and settle the counts; the caller then writes to the model."""
         local.ready = None
+        assert self._exchange.welcome is not None
+        under_way = self._exchange.welcome.on_arrival == "carry" and (local.cutting or local.shipped is not None)
+        if prepared.correction is None and local.anchor is not None and under_way:
+            # Progress was to be given up, but since that was decided a part of it was cut, and may be merged: keep it.
+            prepared = replace(prepared, correction=prepared.published - local.anchor)
         if prepared.merged is not None:
             local.accounted_steps += prepared.merged.steps
             local.accounted_tokens += prepared.merged.tokens
@@ -270,6 +276,7 @@ class Learner:
                     continue
                 held_seconds = time.monotonic() - waiting.arrived_at
                 snapshot = self._parameters.read(local.fragment)
+                local.cutting = True
                 exchange.ship(Cut(waiting.ask, snapshot, local.anchor, local.version, steps, tokens, held_seconds))
 
     def _report(self) -> None:
@@ -331,6 +338,7 @@ class Learner:
         self._boundary()
         self.restore()
         logger.info("[learner %d · step %d] the model holds the global values", self.learner_id, self.global_step)
+        self._report()  # what became of the last tokens
         exchange.send(ms.Goodbye(reason="the run is over"), torch.empty(0, dtype=torch.uint8))
         exchange.close(drain_seconds=_GOODBYE_SECONDS)
         return True

@@ -41,6 +41,7 @@ class LocalFragment:
     fragment: Fragment
     anchor: Tensor | None = None  # flat fp32: the published value it last applied
     version: Version | None = None  # of the anchor
+    cutting: bool = False  # an update was cut and is being encoded: as good as shipped
     shipped: Shipped | None = None
     ready: Prepared | None = None
     accounted_steps: int = field(default=0)  # steps and tokens merged, or given up, so far

@@ -13,6 +13,8 @@ from hf_diloco.core.fragments import FragmentLayout, first_difference, most_frag
 from hf_diloco.core.messages import Hello, Progress
 from hf_diloco.errors import ConfigError
 
+_RATE_SECONDS = 2.0
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -99,26 +101,31 @@ class Account:
     num_refused: int = 0
     _tokens_before: int = 0  # of earlier processes
     _tokens: int = 0
-    _reported_at: float | None = field(default=None, repr=False)
+    _measured_at: float | None = field(default=None, repr=False)
+    _measured_tokens: int = 0
 
     def begin(self, hello: Hello, *, new_process: bool) -> None:
         """A link of this learner is up."""
         self.host = hello.host
         if new_process:
             self._tokens_before += self._tokens
-            self._tokens, self._reported_at, self.tokens_per_second = 0, None, None
+            self._tokens, self._measured_at, self.tokens_per_second = 0, None, None
 
     def report(self, progress: Progress) -> None:
         """Take in a progress report."""
-        now = time.monotonic()
-        if self._reported_at is not None and now > self._reported_at and progress.tokens > self._tokens:
-            rate = (progress.tokens - self._tokens) / (now - self._reported_at)
-            old = self.tokens_per_second
-            self.tokens_per_second = rate if old is None else old + 0.1 * (rate - old)
-        self._tokens, self._reported_at = progress.tokens, now
+        self._tokens = progress.tokens
+        self._measure(time.monotonic())
         self.steps, self.global_step = progress.steps, progress.global_step
         self.tokens_overwritten = progress.tokens_overwritten
         self.loss = self.loss if progress.loss is None else progress.loss
+
+    def _measure(self, now: float) -> None:
+        """Tokens a second, over at least two seconds: reports come in bursts."""
+        if self._measured_at is None:
+            self._measured_at, self._measured_tokens = now, self._tokens
+        elif now - self._measured_at >= _RATE_SECONDS:
+            self.tokens_per_second = (self._tokens - self._measured_tokens) / (now - self._measured_at)
+            self._measured_at, self._measured_tokens = now, self._tokens
 
     @property
     def tokens_trained(self) -> int:

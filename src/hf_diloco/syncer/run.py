@@ -156,6 +156,8 @@ class Run:
         self._links.send([other, learner_id], ms.Notice(text=text))
 
     def _on_update(self, learner_id: int, message: ms.Update, payload: Tensor | None) -> None:
+        if message.steps < 0 or message.tokens < 0:
+            raise MessageError(f"an update cannot have {message.steps} steps and {message.tokens} tokens")
         refused, shipped = None, None
         if message.steps > 0:
             shipped, refused = self._decode(message, payload)
