@@ -32,8 +32,9 @@ class ScriptedLearner:
     instances: list["ScriptedLearner"] = []  # noqa: RUF012
     starts_at, jumps, ends_at, finishes, join_error = 0, {}, None, True, None
 
-    def __init__(self, parameters, plugin, *, total_steps, files, link):
+    def __init__(self, parameters, plugin, *, total_steps, steps_from_epochs, files, link):
         self.parameters, self.total_steps, self.files, self.link = parameters, total_steps, files, link
+        self.steps_from_epochs = steps_from_epochs
         self.calls, self.tokens, self.losses, self.digests, self.global_step = [], [], [], [], 0
         self.instances.append(self)
 
@@ -305,6 +306,7 @@ def test_epochs_end_it_too(tmp_path, scripted):
     trainer = make_trainer(tmp_path, DiLoCoCallback(plugin()), max_steps=-1, num_train_epochs=2)
     trainer.train()
     assert scripted.instances[0].total_steps == len(scripted.instances[0].tokens) == 2 * NUM_SAMPLES // 4
+    assert scripted.instances[0].steps_from_epochs
     assert scripted.instances[0].calls == ["join", "finish", "close"]
 
 
