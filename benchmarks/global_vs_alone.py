@@ -3,10 +3,10 @@
 For each seed: `examples/pretrain_clm.py` alone, then the same script as two learners of a run (`hf-diloco launch`),
 same model, same steps, same held-out text. The one alone reads the whole training set, each learner its half.
 
-    python benchmarks/global_vs_alone.py [--seeds 42 43 44] [--max_steps 600] [-- --outer-momentum 0.3 ...]
+    python benchmarks/global_vs_alone.py [--seeds 42 43 44] [--max_steps 800] [-- --outer-momentum 0.3 ...]
 
 What stands behind `--` goes to `hf-diloco launch`; default: --outer-lr 1 --outer-momentum 0, as in the demo (a short
-run from scratch). Prints one line a seed: both eval losses, merges, mean participants, inner steps really taken.
+run from scratch, constant learning rate). Prints one line a seed: both eval losses, merges, mean participants, inner steps really taken.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "pretrain_clm.py"
+TRAINING = ["--lr_scheduler_type", "constant_with_warmup", "--disable_tqdm", "true"]
 OUTER = ["--outer-lr", "1", "--outer-momentum", "0"]
 
 
@@ -40,7 +41,7 @@ def main() -> None:
     split = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
-    parser.add_argument("--max_steps", type=int, default=600)
+    parser.add_argument("--max_steps", type=int, default=800)
     options = parser.parse_args(words[:split])
     settings = words[split + 1 :] or OUTER
     print(f"{options.max_steps} steps, hf-diloco launch --num-learners 2 {' '.join(settings)}", flush=True)
@@ -48,7 +49,7 @@ def main() -> None:
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as name:
             path = Path(name)
-            training = ["--max_steps", str(options.max_steps), "--disable_tqdm", "true", "--seed", str(seed)]
+            training = ["--max_steps", str(options.max_steps), *TRAINING, "--seed", str(seed)]
             run([sys.executable, str(SCRIPT), *training, "--output_dir", str(path / "alone")], path / "alone.log")
             launch = [sys.executable, "-m", "hf_diloco.cli.main", "launch", "--num-learners", "2", *settings]
             launch += ["--run-dir", str(path / "run"), str(SCRIPT), *training, "--output_dir", str(path / "out")]
