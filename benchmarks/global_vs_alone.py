@@ -6,7 +6,8 @@ same model, same steps, same held-out text. The one alone reads the whole traini
     python benchmarks/global_vs_alone.py [--seeds 42 43 44] [--max_steps 800] [-- --outer-momentum 0.3 ...]
 
 What stands behind `--` goes to `hf-diloco launch`; default: --outer-lr 1 --outer-momentum 0, as in the demo (a short
-run from scratch, constant learning rate). Prints one line a seed: both eval losses, merges, mean participants, inner steps really taken.
+run from scratch, constant learning rate). Prints one line a seed: both eval losses, merges, mean participants, inner
+steps really taken.
 """
 
 from __future__ import annotations
