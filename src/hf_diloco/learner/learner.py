@@ -257,7 +257,7 @@ class Learner:
         else:
             mix = welcome.local_mix if welcome.on_arrival == "overwrite" and self._steps else 0.0
             self._parameters.write_(fragment, prepared.published, mix)
-        self.global_step = max(self.global_step, prepared.version.outer_step)
+        self.global_step = max(self.global_step, min(prepared.version.outer_step, welcome.total_steps))
         applied = ms.Applied(fragment_index=index, version=prepared.version, digest=prepared.digest)
         exact = welcome.on_arrival == "overwrite" and not welcome.local_mix and welcome.wire_format == "fp32"
         self._exchange.confirm(applied, self._parameters.read(fragment) if exact else None)

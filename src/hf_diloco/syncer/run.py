@@ -335,7 +335,9 @@ class Run:
         phases = {"draining": "finishing", "saving": "finishing", "finished": "finished"}
         return {
             "state": phases.get(self.rounds.phase, "training") if self.rounds.started else "waiting",
-            "outer_step": self.outer_step,
+            "outer_step": min(
+                self.outer_step, self.terms.config.total_steps or self.outer_step
+            ),  # the last merges: T + 1
             "total_steps": self.terms.config.total_steps,
             "num_fragments": self.terms.config.num_fragments,
             "effective_sync_every": round(self.rounds.effective_sync_every, 1),
