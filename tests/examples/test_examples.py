@@ -26,7 +26,7 @@ def run(script: str, *words: str, seconds: float, codes: tuple[int, ...] = (0,))
 def test_in_process() -> None:
     output = run("in_process.py", seconds=120)
     before = float(re.search(r"before: ([\d.]+)", output)[1])
-    after = [float(found) for found in re.findall(r"learner \d: ([\d.]+)", output)]
+    after = [float(found) for found in re.findall(r"seen by learner \d: ([\d.]+)", output)]
     assert len(after) == 3
     assert len(set(after)) == 1, "the learners do not hold the same model"
     assert after[0] < before / 5
