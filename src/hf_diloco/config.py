@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_diloco.core.messages import WIRE_FORMATS
 from hf_diloco.errors import ConfigError
 
-WIRE_FORMATS = ("fp32", "bf16", "int8", "int4")
 DEFAULT_NUM_FRAGMENTS = 24
 
 

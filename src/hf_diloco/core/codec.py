@@ -25,9 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from hf_diloco.core.messages import WIRE_FORMATS
 from hf_diloco.errors import ConfigError, MessageError
-
-WIRE_FORMATS = ("fp32", "bf16", "int8", "int4")
 
 _BLOCK = 128  # values with a common step or scale
 _SLAB = 1024 * _BLOCK  # values that are worked on at a time: the temporaries stay in the processor's cache

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from hf_diloco.errors import MessageError
 
+WIRE_FORMATS = ("fp32", "bf16", "int8", "int4")  # of updates and publications; core.codec knows them
+
 
 class Version(NamedTuple):
     """A value of one fragment: which syncer incarnation made it, at which outer step."""
@@ -150,8 +152,6 @@ class Welcome:
     local_mix: float  # alpha
     wire_format: str
     averaged: tuple[str, ...]
-    outer_lr: float
-    outer_momentum: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,8 +124,6 @@ class Run:
             local_mix=config.local_mix,
             wire_format=config.wire_format,
             averaged=self.terms.hello.averaged,
-            outer_lr=config.outer_lr,
-            outer_momentum=config.outer_momentum,
         )
 
     def _on_progress(self, learner_id: int, message: ms.Progress) -> None:
