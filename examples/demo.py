@@ -164,15 +164,16 @@ def check_model(run_dir: Path, checks: Checks) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from hf_diloco.syncer.checkpoint import latest_checkpoint
+    from hf_diloco.syncer.run_directory import RunDirectory
+    from hf_diloco.syncer.saved_run import latest_run
 
     model: Any = AutoModelForCausalLM.from_pretrained(run_dir / "model")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        checkpoint = latest_checkpoint(run_dir / "checkpoints")
-    assert checkpoint is not None
+        saved = latest_run(RunDirectory(run_dir, create=False))
+    assert saved is not None
     loaded = dict(model.named_parameters())
-    values = checkpoint.tensors["global"]
+    values = saved.tensors()
     same = loaded.keys() == values.keys() and all(torch.equal(loaded[name], values[name]) for name in values)
     checks(same, f"AutoModelForCausalLM.from_pretrained({str(run_dir / 'model')!r}) holds the syncer's values exactly")
 

@@ -61,6 +61,8 @@ class SyncerConfig:
         60.0, "How long the others may go on training after the first learner has finished."
     )
     link_timeout_seconds: float = _setting(10.0, "A learner that shows no sign of life for this long is absent.")
+    checkpoint_every_seconds: float = _setting(60.0, "How often the syncer writes a checkpoint, in the background.")
+    keep_checkpoints: int = _setting(3, "How many checkpoints the run directory keeps.")
 
     def __post_init__(self) -> None:
         for name in (
@@ -70,13 +72,15 @@ class SyncerConfig:
             "expected_learners",
             "overlap_steps",
             "max_open_rounds",
+            "keep_checkpoints",
         ):
             _require(self, name, getattr(self, name) >= 1, "at least 1")
         for name in ("total_steps", "num_shards"):
             _require(self, name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
         for name in ("start_timeout_seconds", "max_grace_seconds", "finish_wait_seconds"):
             _require(self, name, getattr(self, name) >= 0, "at least 0")
-        _require(self, "link_timeout_seconds", self.link_timeout_seconds > 0, "above 0")
+        for name in ("link_timeout_seconds", "checkpoint_every_seconds"):
+            _require(self, name, getattr(self, name) > 0, "above 0")
         _require(self, "grace_fraction", 0 <= self.grace_fraction <= 1, "between 0 and 1")
         _require(self, "local_mix", 0 <= self.local_mix < 1, "at least 0 and below 1")
         _require(self, "outer_lr", self.outer_lr > 0, "above 0")

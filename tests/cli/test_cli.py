@@ -1,20 +1,26 @@
 import dataclasses
 import io
+import json
 import sys
 
 import pytest
 import torch
 from rich.console import Console
 
+import hf_diloco as library
 from hf_diloco.cli.local_run import _gpus_of, _meaning
 from hf_diloco.cli.main import main
 from hf_diloco.cli.processes import clean_environment
 from hf_diloco.cli.syncer import is_loopback, join_lines, parse_listen
 from hf_diloco.cli.table import Display, plain_lines, render
-from hf_diloco.config import SyncerConfig
+from hf_diloco.config import SyncerConfig, config_to_dict
+from hf_diloco.core.messages import Hello
 from hf_diloco.errors import ConfigError
-from hf_diloco.syncer.checkpoint import save_checkpoint
+from hf_diloco.syncer.roster import Terms
 from hf_diloco.syncer.run_directory import RunDirectory
+from hf_diloco.syncer.saved_run import Facts, save_run
+from hf_diloco.syncer.state import GlobalState
+from hf_diloco.syncer.supply import Supply
 
 pytestmark = pytest.mark.fast
 
@@ -78,13 +84,17 @@ def test_every_setting_has_a_flag_with_its_own_help(hf_diloco, command):
         (["syncer", "--listen", "127.0.0.1:99999", "--run-dir", "a"], "not an address"),
         (["syncer", "--listen", "127.0.0.1:0", "--run-dir", "a", "--min-quorum", "0"], "min_quorum=0 is out of range"),
         (["syncer", "--listen", "127.0.0.1:0", "--run-dir", "USED"], "choose another --run-dir"),
+        (["syncer", "--listen", "127.0.0.1:0", "--run-dir", "BEGUN", "--outer-lr", "0.5"], "outer_lr=0.7, not 0.5"),
     ],
 )
 def test_wrong_use_is_said_and_exits_with_2(hf_diloco, tmp_path, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    RunDirectory("used").tape.write_text("{}\n")
-    code, out, err = hf_diloco(*({"SCRIPT": "train.py", "USED": "used"}.get(word, word) for word in words))
+    for name in ("used", "begun"):
+        RunDirectory(name).tape.write_text("{}\n")
+    RunDirectory("begun").config.write_text(json.dumps(config_to_dict(SyncerConfig())))
+    names = {"SCRIPT": "train.py", "USED": "used", "BEGUN": "begun"}
+    code, out, err = hf_diloco(*(names.get(word, word) for word in words))
     assert code == 2
     assert said in out + err
     assert "Traceback" not in err
@@ -103,8 +113,20 @@ def test_an_unwritable_run_directory_exits_with_1(hf_diloco, tmp_path):
 
 
 def checkpoint(directory: RunDirectory, step: int) -> None:
-    tensors = {"global": {"weight": torch.full((2,), float(step))}, "constants": {}}
-    save_checkpoint(directory.checkpoints, step, tensors, {}, {"vocab.txt": b"a"})
+    hello = Hello(
+        incarnation="a", host="here", shapes=(("weight", (2,)),), averaged=(), constants_digest="", total_steps=10,
+        num_shards=None, library_version=library.__version__, torch_version=torch.__version__, global_step=0, held=(),
+    )  # fmt: skip
+    terms = Terms.from_first(SyncerConfig(), 0, hello)
+    state, supply = GlobalState(terms.layout, terms.config), Supply()
+    for index, fragment in enumerate(terms.layout.fragments):
+        state.set_initial(index, torch.full((fragment.num_parameters,), float(step)))
+    supply.restore({}, {"vocab.txt": b"a"})
+    facts = Facts(
+        incarnation=1, outer_step=step, started=True, known_learners=[0], accounts=[], num_merges=0,
+        num_participants=0, tape_bytes=0,
+    )  # fmt: skip
+    save_run(directory.checkpoints, terms, state, supply, facts)
 
 
 def exported(out) -> float:
@@ -163,10 +185,10 @@ def test_export_overwrites_only_with_force(hf_diloco, tmp_path):
 def test_export_says_which_file_is_broken(hf_diloco, tmp_path):
     directory = RunDirectory(tmp_path / "run")
     checkpoint(directory, 9)
-    (directory.checkpoints / "step-00000009" / "global.safetensors").write_bytes(b"")
+    (directory.checkpoints / "step-00000009" / "fragment-0000.safetensors").write_bytes(b"")
     code, _, err = hf_diloco("export", tmp_path / "run", tmp_path / "out", "--checkpoint", 9)
     assert code == 1
-    assert "global.safetensors is broken" in err
+    assert "fragment-0000.safetensors is broken" in err
 
 
 # ----------------------------------------------------------------------------------------------- what the syncer prints

@@ -197,7 +197,7 @@ class World:
                 for learner_id in action.learner_ids:
                     self._down(learner_id, action, payload=isinstance(action, ev.Publish))
             case ev.RequestValues():
-                self._up(self.learners[action.learner_id], ev.ValuesSupplied(learner_id=action.learner_id))
+                self._up(self.learners[action.learner_id], ev.ValuesSupplied())
             case ev.StartTraining() | ev.StopTraining() | ev.Release():
                 self._down(action.learner_id, action)
             case ev.SaveFinal():

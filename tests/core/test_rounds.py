@@ -21,7 +21,7 @@ class Syncer:
         if num_learners:
             for who in range(num_learners):
                 self.join(who)
-            self.tell(ev.ValuesSupplied(learner_id=0))
+            self.tell(ev.ValuesSupplied())
             for who in range(num_learners):
                 while not self.rounds.members[who].healed:  # not all fragments are sent at once
                     self.heal(who)
@@ -123,7 +123,7 @@ def finish_round(syncer, fragment, who, steps=4):
 def test_the_first_learner_is_asked_for_the_values():
     syncer = Syncer().join(3)
     assert syncer.got(ev.RequestValues, ev.Publish) == [ev.RequestValues(learner_id=3)]
-    syncer.tell(ev.ValuesSupplied(learner_id=3))
+    syncer.tell(ev.ValuesSupplied())
     assert [action.base for action in syncer.got(ev.Publish)] == [None, None]
 
 
@@ -131,8 +131,7 @@ def test_the_next_one_is_asked_if_the_supplier_dies():
     syncer = Syncer().join(3)
     assert not syncer.join(5).got(ev.RequestValues)
     assert syncer.lose(3).got(ev.RequestValues) == [ev.RequestValues(learner_id=5)]
-    assert not syncer.tell(ev.ValuesSupplied(learner_id=3)).got(ev.Publish)
-    assert syncer.tell(ev.ValuesSupplied(learner_id=5)).got(ev.Publish)
+    assert syncer.tell(ev.ValuesSupplied()).got(ev.Publish)
 
 
 def test_a_supplier_that_comes_back_on_a_new_link_is_asked_again():
@@ -141,7 +140,7 @@ def test_a_supplier_that_comes_back_on_a_new_link_is_asked_again():
 
 
 def test_nobody_trains_before_the_expected_learners_are_healed():
-    syncer = Syncer(expected_learners=2).join(0).tell(ev.ValuesSupplied(learner_id=0))
+    syncer = Syncer(expected_learners=2).join(0).tell(ev.ValuesSupplied())
     assert not syncer.heal(0).got(ev.StartTraining)
     assert not syncer.join(1).got(ev.StartTraining)
     assert not syncer.acknowledge(1, 0).got(ev.StartTraining)
@@ -151,7 +150,7 @@ def test_nobody_trains_before_the_expected_learners_are_healed():
 def test_the_start_gate_opens_when_the_time_is_up():
     syncer = Syncer(expected_learners=2, start_timeout_seconds=60).join(0)
     syncer.now = 5.0
-    syncer.tell(ev.ValuesSupplied(learner_id=0)).heal(0)
+    syncer.tell(ev.ValuesSupplied()).heal(0)
     assert syncer.wakes_at == 65.0
     assert not syncer.tick(64.9).got(ev.StartTraining)
     assert syncer.tick(65.0).got(ev.StartTraining) == [ev.StartTraining(learner_id=0)]
@@ -164,7 +163,7 @@ def test_who_joins_later_trains_as_soon_as_it_is_healed():
 
 
 def test_a_lost_start_is_said_again():
-    syncer = Syncer().join(0).tell(ev.ValuesSupplied(learner_id=0)).heal(0)
+    syncer = Syncer().join(0).tell(ev.ValuesSupplied()).heal(0)
     assert syncer.got(ev.StartTraining)
     syncer.lose(0)
     assert syncer.join(0, held=(FIRST, FIRST)).got(ev.StartTraining) == [ev.StartTraining(learner_id=0)]
@@ -752,7 +751,7 @@ def test_h_as_measured_grows_when_rounds_cannot_keep_up():
     "event",
     [
         ev.Left(learner_id=9, for_good=True),
-        ev.ValuesSupplied(learner_id=9),
+        ev.ValuesSupplied(),
         ev.Reported(learner_id=9, global_step=99, steps=9, step_seconds=1.0, finished=True),
         ev.Merged(round=RoundId(7, 7)),
         ev.Acknowledged(learner_id=0, fragment_index=77, version=FIRST),

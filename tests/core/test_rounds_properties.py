@@ -236,7 +236,7 @@ def make_event(what: int, who: int, a: int, b: int, onlooker: Onlooker, steps: d
     if what == 2:
         return ev.Left(learner_id=who, for_good=a == 0)
     if what == 3:
-        return ev.ValuesSupplied(learner_id=who)
+        return ev.ValuesSupplied()
     if what <= 7:
         steps[who] = steps.get(who, 0) + a % 3
         g, finished = rounds.outer_step + b - 3, what == 4 and b == 0
@@ -294,7 +294,7 @@ def settled_onlooker(config: SyncerConfig) -> Onlooker:
     onlooker = Onlooker(config)
     for who in range(3):
         onlooker.handle(ev.Joined(learner_id=who, incarnation="0", global_step=0, held=()))
-    onlooker.handle(ev.ValuesSupplied(learner_id=0))
+    onlooker.handle(ev.ValuesSupplied())
     for who in range(3):
         for index in range(NUM_FRAGMENTS):
             onlooker.handle(ev.Acknowledged(learner_id=who, fragment_index=index, version=Version(1, 0)))

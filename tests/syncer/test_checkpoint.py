@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from hf_diloco.errors import DiLoCoError, DiLoCoWarning
-from hf_diloco.syncer.checkpoint import checkpoint_paths, latest_checkpoint, load_checkpoint, save_checkpoint
+from hf_diloco.syncer.checkpoint import (
+    checkpoint_paths,
+    latest_checkpoint,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -25,19 +31,20 @@ def groups(value: float = 1.0):
 
 
 def save(directory, step, value=1.0):
-    return save_checkpoint(directory, step, groups(value), {"note": [1, None]}, {"config.json": b"{}", "x.txt": b"\0"})
+    return save_checkpoint(
+        directory, step, groups(value).items(), {"note": [1, None]}, {"config.json": b"{}", "x.txt": b"\0"}
+    )
 
 
 def assert_whole(checkpoint, step, value=1.0):
     assert checkpoint.outer_step == step
-    assert checkpoint.meta == {"note": [1, None]}
-    assert checkpoint.files == {"config.json": b"{}", "x.txt": b"\0"}
-    expected = groups(value)
-    assert checkpoint.tensors.keys() == expected.keys()
-    for group, tensors in expected.items():
-        assert checkpoint.tensors[group].keys() == tensors.keys()
+    assert checkpoint.meta == META
+    assert checkpoint.files == FILES
+    for group, tensors in groups(value).items():
+        loaded = checkpoint.load(group)
+        assert loaded.keys() == tensors.keys()
         for name, tensor in tensors.items():
-            found = checkpoint.tensors[group][name]
+            found = loaded[name]
             assert found.dtype == tensor.dtype
             assert found.shape == tensor.shape
             assert torch.equal(found, tensor)
@@ -103,7 +110,7 @@ def test_an_unwritable_directory_is_an_error(tmp_path):
 def test_when_the_disk_is_full_the_previous_one_stays_whole(tmp_path):
     save(tmp_path, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    big = {"global": {"a": torch.zeros(1_000_000)}}
+    big = [("global", {"a": torch.zeros(1_000_000)})]
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))  # a write beyond it fails, as on a full disk
     try:
         for step in (1, 2):
@@ -127,12 +134,36 @@ def test_what_a_killed_process_left_is_tidied(tmp_path):
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".", "..", ".hidden", "a\\b", "/etc/passwd", "x" * 300])
 def test_names_cannot_lead_out_of_the_directory(tmp_path, name):
     with pytest.raises(DiLoCoError, match="plain file name"):
-        save_checkpoint(tmp_path, 1, {}, {}, {name: b""})
+        save_checkpoint(tmp_path, 1, [], {}, {name: b""})
     with pytest.raises(DiLoCoError, match="plain file name"):
-        save_checkpoint(tmp_path, 1, {name: {}}, {}, {})
+        save_checkpoint(tmp_path, 1, [(name, {})], {}, {})
 
 
 def test_meta_is_readable_json(tmp_path):
     index = json.loads((save(tmp_path, 2) / "checkpoint.json").read_text())
     assert index["outer_step"] == 2
     assert set(index["files"]["global.safetensors"]) == {"sha256", "size_bytes"}
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, value=step)
+    prune_checkpoints(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    assert_whole(latest_checkpoint(tmp_path), 4, value=4)
+
+
+def test_what_has_not_changed_is_not_written_again(tmp_path):
+    first = save(tmp_path, 1)
+    changing = [(name, tensors) for name, tensors in groups().items() if name != "constants"]
+    second = save_checkpoint(
+        tmp_path,
+        2,
+        changing,
+        {"note": [1, None]},
+        {"config.json": b"{}", "x.txt": b"\0"},
+        unchanged={"constants": first},
+    )
+    assert (second / "constants.safetensors").samefile(first / "constants.safetensors")
+    prune_checkpoints(tmp_path, keep=1)
+    assert_whole(latest_checkpoint(tmp_path), 2)

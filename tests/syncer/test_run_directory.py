@@ -1,3 +1,4 @@
+import json
 import os
 import stat
 import subprocess
@@ -5,6 +6,7 @@ import sys
 
 import pytest
 
+from hf_diloco.config import SyncerConfig, config_to_dict
 from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.syncer.run_directory import RunDirectory
 
@@ -47,12 +49,20 @@ def test_an_empty_token_is_refused(tmp_path):
         directory.read_or_make_token()
 
 
-def test_an_earlier_run_is_refused(tmp_path):
+def test_an_earlier_run_is_gone_on_with_under_its_own_settings(tmp_path):
     directory = RunDirectory(tmp_path)
+    assert not directory.has_run
     with directory:
         directory.tape.write_text('{"kind": "start"}\n')
-    with pytest.raises(ConfigError, match="choose another --run-dir"):
-        directory.claim()
+        directory.config.write_text(json.dumps(config_to_dict(SyncerConfig(outer_lr=0.5))))
+    with directory:
+        assert directory.has_run
+        assert directory.settings_of_run({"outer_lr": 0.5}) == config_to_dict(SyncerConfig(outer_lr=0.5))
+        with pytest.raises(ConfigError, match=r"began with outer_lr=0\.5, not 0\.7\. Leave --outer-lr away"):
+            directory.settings_of_run({"outer_lr": 0.7})
+        directory.config.write_text('{"outer_lr": 0.5, "gone": 1}')
+        with pytest.raises(ConfigError, match="unknown setting 'gone'"):
+            directory.settings_of_run({})
 
 
 def test_two_syncers_never_share_it(tmp_path):

@@ -27,22 +27,24 @@ def export(
     if out.is_dir() and any(out.iterdir()) and not force:
         raise ConfigError(f"{out} is not empty. Give another directory, or --force to replace it.")
 
-    from hf_diloco.syncer.checkpoint import checkpoint_paths, latest_checkpoint, load_checkpoint
+    from hf_diloco.syncer.checkpoint import checkpoint_paths, load_checkpoint
     from hf_diloco.syncer.export import export_model
+    from hf_diloco.syncer.saved_run import SavedRun, latest_run
 
     if checkpoint is None:
-        found = latest_checkpoint(directory.checkpoints)
+        found = latest_run(directory)
     else:
         steps = {int(path.name.removeprefix("step-")): path for path in checkpoint_paths(directory.checkpoints)}
         if steps and checkpoint not in steps:
             there = ", ".join(map(str, sorted(steps)))
             raise ConfigError(f"there is no checkpoint of step {checkpoint} in {directory.path}; there are: {there}.")
-        found = load_checkpoint(steps[checkpoint]) if steps else None
+        found = SavedRun.from_checkpoint(load_checkpoint(steps[checkpoint])) if steps else None
     if found is None:
         raise DiLoCoError(
-            f"the run directory {directory.path} holds no checkpoint yet: the syncer writes one when the run ends or "
-            "is stopped (Ctrl-C or SIGTERM)."
+            f"the run directory {directory.path} holds no checkpoint yet: the syncer writes the first one when a "
+            "learner has joined."
         )
-    facts = {"outer steps": found.outer_step}
-    export_model(found.tensors["global"], found.tensors["constants"], found.files, out, facts)
-    typer.echo(f"The model of outer step {found.outer_step} is in {out}")
+    outer_step = found.facts.outer_step
+    facts = {"outer steps": outer_step, "merges": found.facts.num_merges}
+    export_model(found.tensors(), found.constants, found.checkpoint.files, out, facts)
+    typer.echo(f"The model of outer step {outer_step} is in {out}")

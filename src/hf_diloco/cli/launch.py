@@ -13,6 +13,7 @@ from hf_diloco.cli.local_run import LocalRun
 from hf_diloco.cli.settings import as_flags, with_settings
 from hf_diloco.cli.table import Display
 from hf_diloco.config import SyncerConfig
+from hf_diloco.errors import ConfigError
 from hf_diloco.syncer.run_directory import RunDirectory
 
 
@@ -48,6 +49,11 @@ def launch(
     config = SyncerConfig(**settings)
     directory = RunDirectory(run_dir or Path("runs") / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
     with directory:  # refuses one that is in use before anything in it is touched
+        if directory.has_run:
+            raise ConfigError(
+                f"the run directory {directory.path} already holds the tape of an earlier run; choose another "
+                "--run-dir, or go on with it: --resume."
+            )
         directory.status.unlink(missing_ok=True)
     run = LocalRun(directory, num_learners, [str(script), *(script_args or [])])
     with Display(Console(highlight=False)) as display:

@@ -39,15 +39,19 @@ def syncer(
     """Run the syncer alone; it prints the line to run on each learner's machine.
 
     It ends when the run does, and leaves the global model in DIR/model. Ctrl-C or SIGTERM ends it before: it writes
-    the values it has, and the exit code is 1.
+    the values it has, and the exit code is 1. Started again with the same DIR, after that or after a crash, it goes
+    on with the run: learners find it by themselves.
     """
-    config = SyncerConfig(**settings)
     host, port = parse_listen(listen)
     directory = RunDirectory(run_dir)
     with directory:
+        if directory.has_run:
+            settings = directory.settings_of_run(settings)
+            port = port or _port_of_run(directory, host)
+        config = SyncerConfig(**settings)
         console = Console(highlight=False)
         token = directory.read_or_make_token()
-        directory.status.unlink(missing_ok=True)  # of an attempt that ended before its tape began
+        directory.status.unlink(missing_ok=True)
         with Display(console) as display:
             _set_up_logging(console, directory)
             if not is_loopback(host):
@@ -69,6 +73,9 @@ def _serve(config: SyncerConfig, host: str, port: int, token: str, directory: Ru
 
     links = RpcSyncerLinks(host, port, token, link_timeout_seconds=config.link_timeout_seconds)
     service = Syncer(config, links, directory)
+    if service.has_ended:
+        display.message(f"The run in {directory.path} has ended; its global model is in {directory.model}")
+        return True
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: service.stop())
     over = threading.Event()
@@ -93,6 +100,15 @@ def _serve(config: SyncerConfig, host: str, port: int, token: str, directory: Ru
             f"Stopped before the end of the run, at outer step {status['outer_step']} of {total}.", "yellow"
         )
     return finished
+
+
+def _port_of_run(directory: RunDirectory, host: str) -> int:
+    """Where the learners of the run look for their syncer, if it was told to listen at any free port."""
+    address = directory.read_status().get("address")
+    if not isinstance(address, str):
+        return 0
+    host_before, port = parse_listen(address)
+    return port if host_before == host else 0
 
 
 def _watch(config: SyncerConfig, directory: RunDirectory, display: Display, over: threading.Event) -> None:

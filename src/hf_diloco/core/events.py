@@ -29,9 +29,7 @@ class Left:
 
 @dataclass(frozen=True, kw_only=True)
 class ValuesSupplied:
-    """The learner that was asked for the initial values has sent them all."""
-
-    learner_id: int
+    """The initial values are there, and on disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +83,23 @@ class FullNeeded:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Leaving:
+    """A learner trains no more and will leave when what it has is merged."""
+
+    learner_id: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandedBack:
+    """A learner has sent the published value it was asked for, after a restart of the syncer."""
+
+    learner_id: int
+    fragment_index: int
+    version: Version
+    refused: bool = False  # it is not what the tape says of this version
+
+
+@dataclass(frozen=True, kw_only=True)
 class Saved:
     """The final values are on disk."""
 
@@ -95,7 +110,8 @@ class Tick:
 
 
 Event = (
-    Joined | Left | ValuesSupplied | Reported | Answered | Merged | Acknowledged | FullNeeded | Saved | Tick
+    Joined | Left | ValuesSupplied | Reported | Answered | Merged | Acknowledged | FullNeeded | Leaving | HandedBack
+    | Saved | Tick
 )  # fmt: skip
 
 # --------------------------------------------------------------------------------------------------------- actions
@@ -206,6 +222,20 @@ class Release:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RequestHandBack:
+    """Ask this learner for the published value that it holds; it is newer than ours."""
+
+    learner_id: int
+    fragment_index: int
+    version: Version
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndRecovery:
+    """No newer value is to be expected: go on from those that there are."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WaitUntil:
     """Hand in :class:`Tick` at this time if nothing else happens before; always the last action."""
 
@@ -214,5 +244,5 @@ class WaitUntil:
 
 Action = (
     RequestValues | StartTraining | AskUpdates | AcceptUpdate | RejectUpdate | CloseRound | MergeRound | DiscardRound
-    | Publish | StopTraining | SaveFinal | Release | WaitUntil
+    | Publish | StopTraining | SaveFinal | Release | RequestHandBack | EndRecovery | WaitUntil
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from hf_diloco.core.messages import RoundId, Version
@@ -43,6 +44,8 @@ class Member:
     steps: int = 0
     step_seconds: float = 1.0
     progressed_at: float | None = None  # when it last reported a new inner step
+    to_merge: set[int] = field(default_factory=set)  # it is leaving: fragments of which it may hold unmerged steps
+    leaving_at: float = math.inf  # when it said so
     return_trip_seconds: Average = field(default_factory=Average)
 
     @property

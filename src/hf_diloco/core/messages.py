@@ -130,6 +130,21 @@ class NeedFull:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HandedBack:
+    """The published value that the learner holds, for a syncer that came back. Payload: fp32."""
+
+    fragment_index: int
+    version: Version
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaving:
+    """The learner trains no more and is about to leave: merge what it has, soon."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Goodbye:
     """The learner takes leave for good. Payload: empty (it keeps its place in the order)."""
 
@@ -182,6 +197,23 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HandBack:
+    """The syncer died and came back with an older value than you hold: send yours."""
+
+    fragment_index: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRefused:
+    """Your update must never be merged."""
+
+    round: RoundId
+    fragment_index: int
+    reason: str
+    start_over: bool  # too many in a row: give up your local progress, train on from the global parameters
+
+
+@dataclass(frozen=True, kw_only=True)
 class RoundClosed:
     """The round takes no more updates: an unanswered ask is void, an update that came late was not merged."""
 
@@ -224,8 +256,10 @@ class Notice:
 
 
 Message = (
-    Hello | SupplyFragment | SupplyConstant | SupplyFile | Supplied | Progress | Update | Applied | NeedFull | Goodbye
-    | Welcome | SendValues | Refused | Start | Ask | RoundClosed | Publication | Stop | Released | Notice
+    Hello | SupplyFragment | SupplyConstant | SupplyFile | Supplied | Progress | Update | Applied | NeedFull
+    | HandedBack | Leaving | Goodbye
+    | Welcome | SendValues | Refused | Start | Ask | HandBack | UpdateRefused | RoundClosed | Publication | Stop
+    | Released | Notice
 )  # fmt: skip
 
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(Message)}

@@ -17,6 +17,7 @@ from hf_diloco.core import events as ev
 from hf_diloco.core.members import HeldFragment, Member, OpenRound
 from hf_diloco.core.messages import RoundId, Version
 from hf_diloco.core.pace import Pace, RoundsConfig, grace_seconds
+from hf_diloco.core.recovery import Recovered
 
 __all__ = ["Rounds", "RoundsConfig", "grace_seconds"]
 
@@ -29,26 +30,28 @@ class Rounds:
     Args:
         config: the run's settings, ``num_fragments`` being what the model really has.
         incarnation: of this syncer process; versions and rounds carry it.
-        has_values: False if the first learner must supply the initial values.
-        outer_step: t to begin with.
+        recovered: what to go on from, stamped with ``incarnation``: the versions before the stamp are the previous
+            ones. None: the run begins, and the first learner must supply the initial values.
     """
 
-    def __init__(
-        self, config: RoundsConfig, *, incarnation: int = 1, has_values: bool = False, outer_step: int = 0
-    ) -> None:
+    def __init__(self, config: RoundsConfig, *, incarnation: int = 1, recovered: Recovered | None = None) -> None:
         self.config = config
         self.incarnation = incarnation
-        self.outer_step = outer_step
+        self.outer_step = recovered.outer_step if recovered else 0
         self.phase = "training"  # "training", "draining" (last rounds), "saving", "finished"
-        self.started = False
+        self.started = recovered.started if recovered else False
         self.members: dict[int, Member] = {}
-        self.current = [Version(incarnation, outer_step) for _ in range(config.num_fragments)]
+        held = recovered.held if recovered else [Version(incarnation, 0)] * config.num_fragments
+        self.current = [Version(incarnation, version.outer_step) for version in held]
         self.open_rounds: dict[int, OpenRound] = {}  # by fragment
-        self._previous: list[Version | None] = [None] * config.num_fragments
-        self._closed_rounds: list[RoundId | None] = [None] * config.num_fragments
+        self._previous: list[Version | None] = list(held) if recovered else [None] * config.num_fragments
+        self._merged_before = recovered.merged if recovered else [{}] * config.num_fragments
+        # Of the rounds before the restart, those that are not in these values never will be.
+        closed = RoundId(incarnation, 0) if recovered else None
+        self._closed_rounds: list[RoundId | None] = [closed] * config.num_fragments
         self._closed_at = [0.0] * config.num_fragments  # when the round that made the current version closed
         self._due: dict[int, int] = {}  # fragment -> outer step of its next version, oldest first
-        self._has_values = has_values
+        self.has_values = recovered is not None
         self._supplier: int | None = None
         self._first_healed_at: float | None = None
         self._finish_at: float | None = None  # when those who still train are told to stop
@@ -99,9 +102,7 @@ class Rounds:
     def _on_joined(self, event: ev.Joined, now: float) -> None:
         member = self.members.get(event.learner_id)
         if member is None or member.incarnation != event.incarnation or member.left:
-            fragments = [HeldFragment() for _ in self.current]
-            member = Member(event.learner_id, event.incarnation, fragments)
-            self.members[event.learner_id] = member
+            member = self._new_member(event.learner_id, event.incarnation)
         if len(event.held) == len(self.current):
             for held, version in zip(member.fragments, event.held, strict=True):
                 held.version = version if version.incarnation > 0 else None
@@ -111,9 +112,23 @@ class Rounds:
         if self._supplier == event.learner_id:
             self._supplier = None  # what it had sent of the values went down with the old link
         member.linked, member.stop_sent, member.released = True, False, False
+        member.to_merge.clear()  # a leaving learner says so again on its new link
         member.global_step = max(member.global_step, event.global_step)
+        self.started = self.started or event.global_step > 0  # before the syncer died
         if member.training:
             self._actions.append(ev.StartTraining(learner_id=member.learner_id))
+
+    def _new_member(self, learner_id: int, incarnation: str) -> Member:
+        fragments = [HeldFragment() for _ in self.current]
+        for held, current, merged in zip(fragments, self.current, self._merged_before, strict=True):
+            if learner_id in merged:
+                held.merged_update, held.merged_version = merged[learner_id], current
+        member = self.members[learner_id] = Member(learner_id, incarnation, fragments)
+        return member
+
+    def _on_leaving(self, event: ev.Leaving, now: float) -> None:
+        if (member := self.members.get(event.learner_id)) is not None and member.linked:
+            member.to_merge, member.leaving_at = set(range(len(self.current))), now
 
     def _on_left(self, event: ev.Left, now: float) -> None:
         if (member := self.members.get(event.learner_id)) is None:
@@ -132,8 +147,7 @@ class Rounds:
                 round.asked_at.pop(member.learner_id, None)
 
     def _on_valuessupplied(self, event: ev.ValuesSupplied, now: float) -> None:
-        if event.learner_id == self._supplier:
-            self._has_values, self._supplier = True, None
+        self.has_values, self._supplier = True, None
 
     def _on_reported(self, event: ev.Reported, now: float) -> None:
         member = self.members.get(event.learner_id)
@@ -166,6 +180,8 @@ class Rounds:
             self._reject(event, "it was not asked for")
             return
         round.answered.add(event.learner_id)
+        if round.asked_at[event.learner_id] >= member.leaving_at:  # an earlier ask may have been answered before
+            member.to_merge.discard(event.fragment_index)  # its last step
         if event.refused:
             self._reject(event, "it must not be merged")
         elif event.steps > 0 and event.weight > 0:
@@ -244,7 +260,7 @@ class Rounds:
         self._release(now)
 
     def _request_values(self) -> None:
-        if self._has_values or self._supplier is not None:
+        if self.has_values or self._supplier is not None:
             return
         linked = [member.learner_id for member in self.members.values() if member.linked]
         if linked:
@@ -275,6 +291,14 @@ class Rounds:
                 if step % every == fragment_index * every // fragments:
                     self._due[fragment_index] = step  # if it is queued already, it keeps its place
         self.outer_step = max(old, new)
+        self._hasten_for_leaving(now)
+
+    def _hasten_for_leaving(self, now: float) -> None:
+        """Who is about to leave does not wait for its fragments' turns."""
+        for member in self.present(now):
+            for fragment_index in member.to_merge - self._due.keys() - self.open_rounds.keys():
+                if member.may_be_asked(fragment_index):
+                    self._due[fragment_index] = self.outer_step
 
     def _close_rounds(self, now: float) -> None:
         present = {member.learner_id for member in self.present(now)}
@@ -368,7 +392,7 @@ class Rounds:
                 )
 
     def _publish(self) -> None:
-        if not self._has_values:
+        if not self.has_values:
             return
         for fragment_index, current in enumerate(self.current):
             by_base: dict[Version | None, list[int]] = {}

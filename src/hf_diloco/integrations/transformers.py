@@ -138,6 +138,8 @@ class DiLoCoCallback(TrainerCallback):
         if not getattr(optimizer, "step_was_skipped", False):  # fp16: the gradients overflowed, nothing was learned
             goes_on = self._learner.step(tokens, loss=self._loss, data_digest=self._counter.data_digest())
             _follow(lr_scheduler, self._learner.global_step)
+            if self._learner.starts_over():
+                _forget_broken_state(optimizer)
         if is_last or not goes_on:
             # Here and not in on_train_end: before that, Trainer saves and evaluates, and may load its best model.
             self._finish()
@@ -258,6 +260,14 @@ def _stop(args: TrainingArguments, state: TrainerState, control: TrainerControl)
         control.should_evaluate = True
     if args.save_strategy == SaveStrategy.STEPS:
         control.should_save = True
+
+
+def _forget_broken_state(optimizer: Any) -> None:
+    """Moments that are NaN or infinite would break the model again at the next step; the others are kept."""
+    state = getattr(optimizer, "state", {})
+    for parameter in list(state):
+        if any(torch.is_tensor(value) and not bool(torch.isfinite(value).all()) for value in state[parameter].values()):
+            del state[parameter]
 
 
 def _reseed(dataloader: Any, seed: int) -> None:

@@ -182,6 +182,8 @@ class Exchange:
             if isinstance(event, LinkUp):
                 self.linked = self.ever_linked = True
                 self.num_links += 1
+                for local in self.fragments:  # the Hello says what is in the model; the syncer sends the rest again
+                    local.ready = None
                 self._link.send(self._hello())
             elif event.fatal is not None:
                 self._fail(event.fatal)
@@ -203,6 +205,10 @@ class Exchange:
                 self._on_ask(message)
             elif isinstance(message, ms.RoundClosed):
                 self._on_round_closed(message)
+            elif isinstance(message, ms.UpdateRefused):
+                self._on_update_refused(message)
+            elif isinstance(message, ms.HandBack):
+                self._hand_back(message)
             elif isinstance(message, ms.Welcome):
                 self._on_welcome(message)
             elif isinstance(message, ms.SendValues):
@@ -249,6 +255,28 @@ class Exchange:
         if local.shipped is not None and local.shipped.round == message.round:
             local.shipped = None  # came late, was not merged: the progress stays and goes into a later round
 
+    def _on_update_refused(self, message: ms.UpdateRefused) -> None:
+        logger.error(
+            "[learner %d] the syncer refused an update of fragment %d: %s%s",
+            self._learner_id, message.fragment_index, message.reason,
+            "; training goes on from the global parameters" if message.start_over else "",
+        )  # fmt: skip
+        self._on_round_closed(ms.RoundClosed(round=message.round, fragment_index=message.fragment_index))
+        if message.start_over:
+            for local in self.fragments:
+                if local.anchor is not None and local.version is not None and local.ready is None:
+                    local.ready = Prepared(
+                        local.version, local.anchor, None, None, digest(local.anchor), start_over=True
+                    )
+
+    def _hand_back(self, message: ms.HandBack) -> None:
+        if not 0 <= message.fragment_index < len(self.fragments):
+            raise MessageError(f"the syncer wants fragment {message.fragment_index}, there are {len(self.fragments)}")
+        local = self.fragments[message.fragment_index]
+        if local.anchor is not None and local.version is not None:
+            answer = ms.HandedBack(fragment_index=message.fragment_index, version=local.version)
+            self._link.send(answer, encode(local.anchor, "fp32"))
+
     # ------------------------------------------------------------------------------------------------ publications
 
     def _on_publication(self, message: ms.Publication, payload: Tensor | None) -> None:
@@ -276,11 +304,14 @@ class Exchange:
     ) -> Tensor | None:
         """The published value; None if it cannot be had from this payload and what is here."""
         shape = (self.fragments[message.fragment_index].fragment.num_parameters,)
-        decoded = decode(payload, message.wire_format, shape)
-        if message.base is not None:
-            if anchor is None or message.base != version:
-                return None
-            decoded.add_(anchor)
+        if message.base is None:
+            decoded = decode(payload, message.wire_format, shape)
+        elif anchor is None or message.base != version:
+            return None
+        elif not payload.numel():  # the same value under a new version
+            decoded = anchor.clone()
+        else:
+            decoded = decode(payload, message.wire_format, shape).add_(anchor)
         if digest(decoded) != message.digest:
             logger.error(
                 "[learner %d] fragment %d of outer step %d has the wrong digest; asking for the full value",

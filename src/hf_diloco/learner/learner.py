@@ -87,6 +87,7 @@ class Learner:
         self._loss: float | None = None
         self._data_digest: str | None = None
         self._finishing = False
+        self._starts_over = False
 
     # ------------------------------------------------------------------------------------------------------ joining
 
@@ -210,6 +211,11 @@ class Learner:
         ended = self._exchange.stop_reason is not None or self._exchange.released is not None
         return not ended and self.global_step < self.total_steps
 
+    def starts_over(self) -> bool:
+        """Whether the syncer refused so many updates that the model now holds the global parameters; said once."""
+        said, self._starts_over = self._starts_over, False
+        return said
+
     def _measure(self, seconds: float) -> None:
         if not self._step_seconds:
             self._step_seconds = seconds
@@ -255,8 +261,10 @@ class Learner:
         if prepared.correction is not None:
             self._parameters.add_(fragment, prepared.correction)
         else:
-            mix = welcome.local_mix if welcome.on_arrival == "overwrite" and self._steps else 0.0
+            keep_some = welcome.on_arrival == "overwrite" and self._steps and not prepared.start_over
+            mix = welcome.local_mix if keep_some else 0.0
             self._parameters.write_(fragment, prepared.published, mix)
+        self._starts_over = self._starts_over or prepared.start_over
         self.global_step = max(self.global_step, min(prepared.version.outer_step, welcome.total_steps))
         applied = ms.Applied(fragment_index=index, version=prepared.version, digest=prepared.digest)
         exact = welcome.on_arrival == "overwrite" and not welcome.local_mix and welcome.wire_format == "fp32"
@@ -352,10 +360,39 @@ class Learner:
             if local.anchor is not None:
                 self._parameters.write_(local.fragment, local.anchor)
 
-    def leave(self, reason: str) -> None:
-        """Take leave before the run is over; the others go on. The model keeps its local values."""
+    def leave(self, reason: str, *, drain_seconds: float = 0.0) -> None:
+        """Take leave before the run is over; the others go on. The model keeps its local values.
+
+        Args:
+            reason: for the syncer's log.
+            drain_seconds: how long to wait for what this learner has to be merged first. What is not merged by then
+                is lost to the run.
+        """
+        if drain_seconds > 0:
+            self._drain(reason, time.monotonic() + drain_seconds)
         self._exchange.send(ms.Goodbye(reason=reason), torch.empty(0, dtype=torch.uint8))
         self._exchange.close(drain_seconds=_GOODBYE_SECONDS)
+
+    def _drain(self, reason: str, deadline: float) -> None:
+        """Have everything merged that is not, and apply the result."""
+        exchange, said_on = self._exchange, -1
+        while self._unmerged_steps() and time.monotonic() < deadline and exchange.fatal is None:
+            self._boundary()
+            with exchange.changed:
+                if exchange.linked and exchange.num_links != said_on:
+                    said_on = exchange.num_links
+                    self._report()
+                    exchange.send(ms.Leaving(reason=reason))
+                if not self._has_work():
+                    exchange.changed.wait(timeout=0.2)
+        if left := self._unmerged_steps():
+            logger.warning("[learner %d] leaves with %d steps that were not merged", self.learner_id, left)
+        else:
+            logger.info("[learner %d] all it has done is merged", self.learner_id)
+
+    def _unmerged_steps(self) -> int:
+        with self._exchange.lock:
+            return max((self._steps - local.accounted_steps for local in self._exchange.fragments), default=0)
 
     def close(self) -> None:
         """End the link without a word, as after an exception; the syncer counts this learner as absent. Idempotent."""

@@ -2,7 +2,7 @@
 
 A checkpoint is a directory ``step-00000123``::
 
-    global.safetensors     one file for each group of tensors
+    fragment-0000.safetensors ...  one file for each group of tensors
     constants.safetensors
     files/config.json ...  files that belong beside the weights
     checkpoint.json        outer step, facts, and size and SHA-256 of every other file; written last
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_diloco.errors import DiLoCoError, DiLoCoWarning
+
+logger = logging.getLogger(__name__)
 
 _INDEX = "checkpoint.json"
 _FORMAT = 1
@@ -39,31 +42,45 @@ class Checkpoint:
 
     path: Path
     outer_step: int
-    tensors: dict[str, dict[str, Tensor]]
     meta: dict[str, Any]
     files: dict[str, bytes]
+
+    def load(self, group: str) -> dict[str, Tensor]:
+        """One group of tensors.
+
+        Raises:
+            DiLoCoError: there is no such group, or it cannot be read.
+        """
+        path = self.path / f"{group}.safetensors"
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise DiLoCoError(f"{path} cannot be read: {error}") from error
 
 
 def save_checkpoint(
     directory: Path,
     outer_step: int,
-    tensors: Mapping[str, Mapping[str, Tensor]],
+    groups: Iterable[tuple[str, Mapping[str, Tensor]]],
     meta: Mapping[str, Any],
     files: Mapping[str, bytes],
+    *,
+    unchanged: Mapping[str, Path] | None = None,
 ) -> Path:
     """Write one checkpoint. When this returns it is on disk; when it raises, the earlier ones are as they were.
 
     Args:
         directory: where the checkpoints of the run are.
         outer_step: names the checkpoint; one of the same step is replaced.
-        tensors: group name -> tensor name -> tensor.
-        meta: facts, anything that JSON can hold.
+        groups: name and tensors by name; taken one after the other, so that no more than one need be in memory.
+        meta: facts, anything that JSON can hold; read after the last group.
         files: plain file name -> content.
+        unchanged: groups that an earlier checkpoint has already, and its path: they cost neither time nor room.
 
     Raises:
         DiLoCoError: the disk is full or cannot be written, or a name is not a plain file name.
     """
-    for name in [*tensors, *files]:
+    for name in files:
         check_plain_name(name)
     target = directory / f"step-{outer_step:08d}"
     aside = directory / f".{target.name}.{os.getpid()}"
@@ -71,16 +88,29 @@ def save_checkpoint(
         directory.mkdir(parents=True, exist_ok=True)
         _tidy(directory)
         (aside / "files").mkdir(parents=True)
-        for group, values in tensors.items():
+        sums = {}
+        for group, earlier in (unchanged or {}).items():
+            name = f"{group}.safetensors"
+            try:
+                os.link(earlier / name, aside / name)
+            except OSError:  # not every file system has hard links
+                shutil.copyfile(earlier / name, aside / name)
+            sums[name] = json.loads((earlier / _INDEX).read_text(encoding="utf-8"))["files"][name]
+        for group, values in groups:
+            check_plain_name(group)
             _save_tensors(aside / f"{group}.safetensors", values)
         for name, content in files.items():
             (aside / "files" / name).write_bytes(content)
-        sums = {str(path.relative_to(aside)): _checksum(path) for path in sorted(aside.rglob("*")) if path.is_file()}
+        for path in sorted(aside.rglob("*")):
+            if path.is_file() and (name := str(path.relative_to(aside))) not in sums:
+                sums[name] = _checksum(path)
         index = {"format": _FORMAT, "outer_step": outer_step, "meta": dict(meta), "files": sums}
         (aside / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         replace_directory(aside, target)
-    except (OSError, SafetensorError) as error:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
+        if not isinstance(error, OSError | SafetensorError):
+            raise
         raise DiLoCoError(
             f"the checkpoint {target} could not be written: {error}. Earlier checkpoints are as they were. "
             "Make room on the disk, or look at its permissions."
@@ -105,7 +135,6 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise DiLoCoError(f"{index_path} is broken ({type(error).__name__}: {error}).") from error
     if kind != _FORMAT:
         raise DiLoCoError(f"{index_path} has format {kind!r}; this release reads format {_FORMAT}.")
-    tensors: dict[str, dict[str, Tensor]] = {}
     files: dict[str, bytes] = {}
     for name, expected in sums.items():
         file = path / name
@@ -114,11 +143,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
                 raise DiLoCoError(f"{file} is broken: {found} instead of {expected} was read.")
             if name.startswith("files/"):
                 files[name.removeprefix("files/")] = file.read_bytes()
-            else:
-                tensors[name.removesuffix(".safetensors")] = load_file(file)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise DiLoCoError(f"{file} cannot be read: {error}") from error
-    return Checkpoint(path=path, outer_step=outer_step, tensors=tensors, meta=meta, files=files)
+    return Checkpoint(path=path, outer_step=outer_step, meta=meta, files=files)
 
 
 def latest_checkpoint(directory: Path) -> Checkpoint | None:
@@ -144,6 +171,17 @@ def latest_checkpoint(directory: Path) -> Checkpoint | None:
 def checkpoint_paths(directory: Path) -> list[Path]:
     """The checkpoints in ``directory``, oldest first."""
     return sorted(directory.glob("step-" + "[0-9]" * 8 + "*"), key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def prune_checkpoints(directory: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` checkpoints; what cannot be deleted stays, with a warning in the log."""
+    for path in checkpoint_paths(directory)[:-keep]:
+        doomed = path.with_name(f".{path.name}.old.{os.getpid()}")  # hidden first: never half of one in sight
+        try:
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            logger.warning("the old checkpoint %s cannot be deleted: %s", path, error)
 
 
 def check_plain_name(name: str) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import hf_diloco
-from hf_diloco.config import DEFAULT_NUM_FRAGMENTS, SyncerConfig
+from hf_diloco.config import DEFAULT_NUM_FRAGMENTS, SyncerConfig, config_from_dict, config_to_dict
 from hf_diloco.core.fragments import FragmentLayout, first_difference, most_fragments
-from hf_diloco.core.messages import Hello, Progress
+from hf_diloco.core.messages import Hello, Progress, from_wire, to_wire
 from hf_diloco.errors import ConfigError
 
 _RATE_SECONDS = 2.0
@@ -24,7 +25,7 @@ class Terms:
     layout: FragmentLayout
     hello: Hello  # of the learner that was first
     learner_id: int
-    lowered_from: int | None  # num_fragments before it was lowered to what the model allows
+    lowered_from: int | None = None  # num_fragments before it was lowered to what the model allows
 
     @classmethod
     def from_first(cls, config: SyncerConfig, learner_id: int, hello: Hello) -> Terms:
@@ -52,6 +53,22 @@ class Terms:
         )
         lowered_from = config.num_fragments if num_fragments < config.num_fragments else None
         return cls(resolved, layout, hello, learner_id, lowered_from)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"config": config_to_dict(self.config), "hello": to_wire(self.hello), "learner_id": self.learner_id}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Terms:
+        """The terms that :meth:`to_dict` described.
+
+        Raises:
+            ConfigError, MessageError: they were not written by this release.
+        """
+        config, hello = config_from_dict(values["config"]), from_wire(values["hello"])
+        assert isinstance(hello, Hello)
+        layout = FragmentLayout.build(dict(hello.shapes), config.num_fragments, hello.averaged)
+        return cls(config, layout, hello, int(values["learner_id"]))
 
     def objection(self, hello: Hello) -> str | None:
         """Why a learner that says this may not join, with the remedy; None if it may."""
@@ -99,21 +116,27 @@ class Account:
     tokens_overwritten: int = 0
     num_late: int = 0
     num_refused: int = 0
-    _tokens_before: int = 0  # of earlier processes
-    _tokens: int = 0
-    _measured_at: float | None = field(default=None, repr=False)
-    _measured_tokens: int = 0
+    incarnation: str = ""
+    tokens_before: int = 0  # of earlier processes
+    tokens: int = 0  # of the last one
+    _measured_at: float | None = field(default=None, init=False, repr=False)
+    _measured_tokens: int = field(default=0, init=False, repr=False)
 
-    def begin(self, hello: Hello, *, new_process: bool) -> None:
+    def save(self) -> dict[str, Any]:
+        """For a checkpoint: ``Account(**values)`` gives it back."""
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.init}
+
+    def begin(self, hello: Hello) -> None:
         """A link of this learner is up."""
         self.host = hello.host
-        if new_process:
-            self._tokens_before += self._tokens
-            self._tokens, self._measured_at, self.tokens_per_second = 0, None, None
+        if hello.incarnation != self.incarnation:  # a new process
+            self.incarnation = hello.incarnation
+            self.tokens_before += self.tokens
+            self.tokens, self._measured_at, self.tokens_per_second = 0, None, None
 
     def report(self, progress: Progress) -> None:
         """Take in a progress report."""
-        self._tokens = progress.tokens
+        self.tokens = progress.tokens
         self._measure(time.monotonic())
         self.steps, self.global_step = progress.steps, progress.global_step
         self.tokens_overwritten = progress.tokens_overwritten
@@ -122,15 +145,15 @@ class Account:
     def _measure(self, now: float) -> None:
         """Tokens a second, over at least two seconds: reports come in bursts."""
         if self._measured_at is None:
-            self._measured_at, self._measured_tokens = now, self._tokens
+            self._measured_at, self._measured_tokens = now, self.tokens
         elif now - self._measured_at >= _RATE_SECONDS:
-            self.tokens_per_second = (self._tokens - self._measured_tokens) / (now - self._measured_at)
-            self._measured_at, self._measured_tokens = now, self._tokens
+            self.tokens_per_second = (self.tokens - self._measured_tokens) / (now - self._measured_at)
+            self._measured_at, self._measured_tokens = now, self.tokens
 
     @property
     def tokens_trained(self) -> int:
         """Tokens trained by all processes under this id."""
-        return self._tokens_before + self._tokens
+        return self.tokens_before + self.tokens
 
     def to_dict(self, state: str) -> dict[str, Any]:
         """For ``status.json``."""

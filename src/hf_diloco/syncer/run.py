@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hf_diloco.config import config_to_dict
 from hf_diloco.core import events as ev
 from hf_diloco.core import messages as ms
-from hf_diloco.core.codec import decode
 from hf_diloco.core.merge import MergeAccumulator, token_weight
 from hf_diloco.core.rounds import Rounds
-from hf_diloco.errors import MessageError
+from hf_diloco.errors import DiLoCoError, MessageError
 from hf_diloco.links.base import SyncerLinks
-from hf_diloco.syncer.checkpoint import save_checkpoint
+from hf_diloco.syncer.inspection import Inspector
+from hf_diloco.syncer.restart import Restart
 from hf_diloco.syncer.roster import Account, Terms
 from hf_diloco.syncer.run_directory import RunDirectory
+from hf_diloco.syncer.saved_run import Facts, SavedRun
+from hf_diloco.syncer.saver import Saver
 from hf_diloco.syncer.state import GlobalState
 from hf_diloco.syncer.supply import Supply
 from hf_diloco.syncer.tape import Tape
 
 logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.05  # for the thread that writes a checkpoint
+_START_OVER_AFTER = 3  # refused updates in a row: the learner gets the global parameters anew
 
 
 class Run:
@@ -35,20 +39,33 @@ class Run:
         terms: what the first learner and the settings fixed.
         links: to send on.
         tape: to write to.
-        run_directory: where the final values go.
+        run_directory: where checkpoints go.
+        incarnation: of this syncer process.
+        saved: what the run goes on from, if it is not a new one.
     """
 
-    def __init__(self, terms: Terms, links: SyncerLinks, tape: Tape, run_directory: RunDirectory) -> None:
+    def __init__(
+        self,
+        terms: Terms,
+        links: SyncerLinks,
+        tape: Tape,
+        run_directory: RunDirectory,
+        *,
+        incarnation: int = 1,
+        saved: SavedRun | None = None,
+    ) -> None:
         self.terms = terms
-        self.rounds = Rounds(terms.config)
-        self.state = GlobalState(terms.layout, terms.config)
+        self.rounds = Rounds(terms.config, incarnation=incarnation)
+        self.state = GlobalState(terms.layout, terms.config, incarnation)
         self.supply = Supply()
         self.deadline: float | None = None  # when a Tick is wanted
         self.saved = False
         self.num_merges = 0
-        self._links, self._tape, self._directory = links, tape, run_directory
+        self._links, self._tape = links, tape
         self._accounts: dict[int, Account] = {}
-        self._incarnations: dict[int, str] = {}
+        self._hellos: dict[int, ms.Hello] = {}  # the last one of each learner id
+        self._linked: set[int] = set()  # let in, and not gone since
+        self._known: set[int] = set()  # let in, and not left for good
         self._sums: dict[ms.RoundId, MergeAccumulator] = {}
         self._taken: dict[ms.RoundId, list[dict[str, Any]]] = {}  # participants, as the tape will show them
         self._update: tuple[ms.Update, Tensor | None] | None = None  # the answer being handled, decoded
@@ -56,6 +73,27 @@ class Run:
         self._events: deque[ev.Event] = deque()
         self._num_participants = 0
         self._last_participants: list[int] = []
+        self._inspector = Inspector(terms.layout)
+        self._refused_in_a_row: dict[int, int] = {}  # by learner
+        self._restart = self._resume(saved, run_directory) if saved is not None else None
+        earlier = saved.checkpoint.path if saved is not None else None
+        self._saver = Saver(run_directory.checkpoints, terms, self.state, self.supply, earlier)
+
+    def _resume(self, saved: SavedRun, run_directory: RunDirectory) -> Restart:
+        history = saved.history(run_directory.tape)
+        self.supply.restore(saved.constants, saved.checkpoint.files)
+        self._accounts = {values["learner_id"]: Account(**values) for values in saved.facts.accounts}
+        for learner_id, tokens in history.tokens_merged.items():
+            self._accounts.setdefault(learner_id, Account(learner_id)).tokens_merged += tokens
+        self._known = set(history.known_learners)
+        self.num_merges = saved.facts.num_merges + history.num_merges
+        self._num_participants = saved.facts.num_participants + history.num_participants
+        self.rounds.outer_step = history.outer_step
+        logger.info(
+            "[syncer · step %d] going on from %s; learners hand back what is newer",
+            history.outer_step, saved.checkpoint.path,
+        )  # fmt: skip
+        return Restart(saved, history, self.state)
 
     @property
     def outer_step(self) -> int:
@@ -66,23 +104,22 @@ class Run:
 
     def join(self, learner_id: int, hello: ms.Hello) -> None:
         """Let a learner in whose Hello fits the terms."""
-        new_process = self._incarnations.get(learner_id) != hello.incarnation
-        self._incarnations[learner_id] = hello.incarnation
-        account = self._accounts.setdefault(learner_id, Account(learner_id))
-        account.begin(hello, new_process=new_process)
+        self._accounts.setdefault(learner_id, Account(learner_id)).begin(hello)
+        self._hellos[learner_id] = hello
+        self._linked.add(learner_id)
+        self._known.add(learner_id)
         logger.info("[syncer · step %d] learner %d (%s) is here", self.outer_step, learner_id, hello.host)
         self._tape.write("join", learner_id=learner_id, incarnation=hello.incarnation, host=hello.host)
         self._links.send([learner_id], self._welcome())
-        joined = ev.Joined(
-            learner_id=learner_id, incarnation=hello.incarnation, global_step=hello.global_step, held=hello.held
-        )
-        self.dispatch(joined)
+        self.dispatch(_joined(learner_id, hello))
 
     def leave(self, learner_id: int, reason: str, *, for_good: bool) -> None:
         """A learner's link is gone, or it took leave."""
-        member = self.rounds.members.get(learner_id)
-        if member is None or not (member.linked or for_good):
+        if learner_id not in (self._known if for_good else self._linked):
             return
+        self._linked.discard(learner_id)
+        if for_good:
+            self._known.discard(learner_id)
         how = "took leave" if for_good else "is away"
         logger.info("[syncer · step %d] learner %d %s: %s", self.outer_step, learner_id, how, reason)
         self._tape.write("leave", learner_id=learner_id, reason=reason, for_good=for_good)
@@ -94,7 +131,7 @@ class Run:
         Raises:
             MessageError: it makes no sense.
         """
-        if learner_id not in self.rounds.members:
+        if learner_id not in self._linked:
             return  # it was refused, or has not said hello
         if isinstance(message, ms.Progress):
             self._on_progress(learner_id, message)
@@ -105,11 +142,17 @@ class Run:
         elif isinstance(message, ms.NeedFull):
             self._tape.write("refusal", learner_id=learner_id, fragment_index=message.fragment_index, reason="misfit")
             self.dispatch(ev.FullNeeded(learner_id=learner_id, fragment_index=message.fragment_index))
+        elif isinstance(message, ms.Leaving):
+            logger.info("[syncer · step %d] learner %d leaves soon: %s", self.outer_step, learner_id, message.reason)
+            self.dispatch(ev.Leaving(learner_id=learner_id))
         elif isinstance(message, ms.Goodbye):
             self.leave(learner_id, message.reason, for_good=True)
+        elif isinstance(message, ms.HandedBack):
+            if self._restart is not None:  # later it is too old: the recovery has ended without it
+                self.dispatch(self._restart.take(learner_id, message, payload))
         elif self.supply.take(learner_id, message, payload, self.state):
             self._tape.write("values", learner_id=learner_id, digests=self.state.digests)
-            self.dispatch(ev.ValuesSupplied(learner_id=learner_id))
+            self._saver.begin(self._facts())  # nobody trains before a syncer that dies could go on from it
 
     def _welcome(self) -> ms.Welcome:
         config = self.terms.config
@@ -158,11 +201,11 @@ class Run:
             raise MessageError(f"an update cannot have {message.steps} steps and {message.tokens} tokens")
         refused, shipped = None, None
         if message.steps > 0:
-            shipped, refused = self._decode(message, payload)
+            shipped, refused = self._inspector.inspect(message, payload)
         if refused:
-            self._accounts[learner_id].num_refused += 1
-            logger.warning("[syncer · step %d] update of learner %d refused: %s", self.outer_step, learner_id, refused)
-            self._tape.write("refusal", learner_id=learner_id, update_id=message.update_id, reason=refused)
+            self._refuse_update(learner_id, message, refused)
+        elif message.steps > 0:
+            self._refused_in_a_row[learner_id] = 0
         self._update = (message, shipped)
         self.dispatch(
             ev.Answered(
@@ -178,21 +221,19 @@ class Run:
             )
         )
 
-    def _decode(self, message: ms.Update, payload: Tensor | None) -> tuple[Tensor | None, str | None]:
-        """The shipped difference, or why it must not be merged."""
-        fragments = self.state.layout.fragments
-        if not 0 <= message.fragment_index < len(fragments):
-            return None, f"there is no fragment {message.fragment_index}"
-        if payload is None:
-            return None, "it has no payload"
-        try:
-            shape = (fragments[message.fragment_index].num_parameters,)
-            shipped = decode(payload, message.wire_format, shape)
-        except (MessageError, ValueError) as error:
-            return None, str(error)
-        if not bool(torch.isfinite(shipped).all()):
-            return None, "it holds NaN or infinite values"
-        return shipped, None
+    def _refuse_update(self, learner_id: int, message: ms.Update, reason: str) -> None:
+        self._accounts[learner_id].num_refused += 1
+        in_a_row = self._refused_in_a_row.get(learner_id, 0) + 1
+        start_over = in_a_row >= _START_OVER_AFTER
+        self._refused_in_a_row[learner_id] = 0 if start_over else in_a_row
+        logger.warning("[syncer · step %d] update of learner %d refused: %s", self.outer_step, learner_id, reason)
+        self._tape.write(
+            "refusal", learner_id=learner_id, update_id=message.update_id, reason=reason, start_over=start_over
+        )
+        refused = ms.UpdateRefused(
+            round=message.round, fragment_index=message.fragment_index, reason=reason, start_over=start_over
+        )
+        self._links.send([learner_id], refused)
 
     def _on_applied(self, learner_id: int, message: ms.Applied) -> None:
         if not 0 <= message.fragment_index < len(self.rounds.current):
@@ -214,7 +255,8 @@ class Run:
         """Tell the protocol, and do what follows from it."""
         self._events.append(event)
         while self._events:
-            for action in self.rounds.handle(self._events.popleft(), time.monotonic()):
+            protocol = self._restart or self.rounds
+            for action in protocol.handle(self._events.popleft(), time.monotonic()):
                 self._perform(action)
         self._update = None
 
@@ -252,10 +294,36 @@ class Run:
         elif isinstance(action, ev.StopTraining):
             self._links.send([action.learner_id], ms.Stop(reason="another learner finished some time ago"))
         elif isinstance(action, ev.SaveFinal):
-            self.save_final()
+            self.save()
             self._events.append(ev.Saved())
         elif isinstance(action, ev.Release):
             self._links.send([action.learner_id], ms.Released(outer_step=self.outer_step))
+        elif isinstance(action, ev.RequestHandBack):
+            self._links.send([action.learner_id], ms.HandBack(fragment_index=action.fragment_index))
+        elif isinstance(action, ev.EndRecovery):
+            self._end_recovery()
+
+    def _end_recovery(self) -> None:
+        assert self._restart is not None
+        restart, incarnation = self._restart, self.rounds.incarnation
+        recovered = restart.end()
+        self._tape.write(
+            "recovered",
+            durable=True,  # a version stamped by this incarnation must be known before anybody holds it
+            incarnation=incarnation,
+            outer_step=recovered.outer_step,
+            fragments=restart.describe(recovered),
+            num_handed_back=restart.num_handed_back,
+        )
+        self.state.stamp(incarnation)
+        self.rounds, self._restart = Rounds(self.terms.config, incarnation=incarnation, recovered=recovered), None
+        self._saver.due_at = time.monotonic()
+        self._events.extend(_joined(learner_id, self._hellos[learner_id]) for learner_id in sorted(self._linked))
+        self._events.extend(restart.held_back)
+        logger.info(
+            "[syncer · step %d] recovered: %d of %d fragments were handed back by learners",
+            recovered.outer_step, restart.num_handed_back, len(recovered.held),
+        )  # fmt: skip
 
     def _accept(self, action: ev.AcceptUpdate) -> None:
         assert self._update is not None
@@ -274,20 +342,22 @@ class Run:
     def _merge(self, action: ev.MergeRound) -> None:
         started = time.monotonic()
         participants = self._taken.pop(action.round)
-        self.state.merge(action.fragment_index, self._sums.pop(action.round).result())
-        self._tape.write(
-            "round",
-            durable=True,  # who was merged must be known before anybody learns the result
-            round=list(action.round),
-            fragment_index=action.fragment_index,
-            version=list(action.version),
-            digest=self.state.digests[action.fragment_index],
-            participants=participants,
-            num_asked=action.num_asked,
-            quorum_seconds=round(action.quorum_seconds, 4),
-            grace_seconds=round(action.grace_seconds, 4),
-            merge_seconds=round(time.monotonic() - started, 4),
-        )
+        merged = self._sums.pop(action.round).result()
+        with self.state.lock:  # no checkpoint between the merge and its line
+            self.state.merge(action.fragment_index, merged, action.version, dict(action.participants))
+            self._tape.write(
+                "round",
+                durable=True,  # who was merged must be known before anybody learns the result
+                round=list(action.round),
+                fragment_index=action.fragment_index,
+                version=list(action.version),
+                digest=self.state.digests[action.fragment_index],
+                participants=participants,
+                num_asked=action.num_asked,
+                quorum_seconds=round(action.quorum_seconds, 4),
+                grace_seconds=round(action.grace_seconds, 4),
+                merge_seconds=round(time.monotonic() - started, 4),
+            )
         for participant in participants:
             account = self._accounts[participant["learner_id"]]
             account.tokens_merged += participant["tokens"] / len(self.state.values)
@@ -315,24 +385,66 @@ class Run:
 
     # --------------------------------------------------------------------------------------------- what is left behind
 
-    def save_final(self) -> None:
-        """Theta := Theta-hat, on disk; once."""
+    def wake_at(self, now: float) -> float:
+        """When :meth:`look_after_checkpoints` or a Tick is wanted."""
+        soon = self._saver.due_at if self._may_checkpoint() else math.inf
+        if self._saver.is_writing:
+            soon = now + _POLL_SECONDS
+        return min(soon, self.deadline if self.deadline is not None else math.inf)
+
+    def _may_checkpoint(self) -> bool:
+        phase = self.rounds.phase
+        return self._restart is None and self.rounds.has_values and phase in ("training", "draining")
+
+    def look_after_checkpoints(self, now: float) -> None:
+        """Begin one if it is time; note what became of the last.
+
+        Raises:
+            DiLoCoError: the first one, without which nobody may train, could not be written.
+        """
+        try:
+            path = self._saver.result()
+        except DiLoCoError as error:
+            if not self.rounds.has_values and self._restart is None:
+                raise
+            logger.error("[syncer] %s", error)
+            self._tape.write("warning", learner_ids=[], text=str(error))
+            return
+        if path is not None:
+            self._tape.write("checkpoint", path=path.name)
+            if not self.rounds.has_values and self._restart is None:
+                self.dispatch(ev.ValuesSupplied())
+        if self._may_checkpoint() and not self._saver.is_writing and now >= self._saver.due_at:
+            self._saver.begin(self._facts())
+
+    def _facts(self) -> Facts:
+        return Facts(
+            incarnation=self.rounds.incarnation,
+            outer_step=self.outer_step,
+            started=self.rounds.started,
+            known_learners=sorted(self._known),
+            accounts=[account.save() for account in self._accounts.values()],
+            num_merges=self.num_merges,
+            num_participants=self._num_participants,
+            tape_bytes=self._tape.size_bytes,
+        )
+
+    def save(self) -> None:
+        """The values of this moment, on disk; after the run's last merge they are the final ones."""
         if self.saved or not self.supply.complete:
             return
-        self.state.settle()
-        meta = {"config": config_to_dict(self.terms.config), "fingerprint": self.state.layout.fingerprint}
-        groups = {"global": self.state.tensors(), "constants": self.supply.constants}
-        save_checkpoint(self._directory.checkpoints, self.outer_step, groups, meta, self.supply.files)
+        if self.rounds.phase == "saving":
+            self.state.settle()
+        path = self._saver.write_now(self._facts())
         self.saved = True
-        self._tape.write("checkpoint", durable=True, outer_step=self.outer_step)
+        self._tape.write("checkpoint", durable=True, path=path.name)
 
     def status(self, now: float) -> dict[str, Any]:
         """The run's part of ``status.json``."""
         states = {member.learner_id: member.state(now) for member in self.rounds.members.values()}
         moved = [self._links.bytes_moved(learner_id) for learner_id in self._accounts]
-        phases = {"draining": "finishing", "saving": "finishing", "finished": "finished"}
         return {
-            "state": phases.get(self.rounds.phase, "training") if self.rounds.started else "waiting",
+            "state": self._state_word(),
             "outer_step": min(
                 self.outer_step, self.terms.config.total_steps or self.outer_step
             ),  # the last merges: T + 1
@@ -349,3 +461,15 @@ class Run:
                 for learner_id, account in sorted(self._accounts.items())
             ],
         }
+
+    def _state_word(self) -> str:
+        if self._restart is not None:
+            return "recovering"
+        phases = {"draining": "finishing", "saving": "finishing", "finished": "finished"}
+        return phases.get(self.rounds.phase, "training") if self.rounds.started else "waiting"
+
+
+def _joined(learner_id: int, hello: ms.Hello) -> ev.Joined:
+    return ev.Joined(
+        learner_id=learner_id, incarnation=hello.incarnation, global_step=hello.global_step, held=hello.held
+    )

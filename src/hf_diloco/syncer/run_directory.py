@@ -7,18 +7,20 @@ import json
 import os
 import secrets
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hf_diloco.config import config_from_dict, config_to_dict
 from hf_diloco.errors import ConfigError, DiLoCoError
 
 
 class RunDirectory:
     """The files of one run.
 
-    ``with RunDirectory(path)`` (or :meth:`claim`) takes the directory for a new run, so that no two syncers ever
-    share it; merely making the object does not.
+    ``with RunDirectory(path)`` (or :meth:`claim`) takes the directory, so that no two syncers ever share it; merely
+    making the object does not.
 
     Args:
         path: of the directory.
@@ -60,10 +62,10 @@ class RunDirectory:
     # ------------------------------------------------------------------------------------------------ one run, alone
 
     def claim(self) -> None:
-        """Take the directory for a new run, until :meth:`release` or the end of this process.
+        """Take the directory, until :meth:`release` or the end of this process.
 
         Raises:
-            ConfigError: another syncer holds it, or an earlier run has left its tape there.
+            ConfigError: another syncer holds it.
         """
         descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -75,7 +77,6 @@ class RunDirectory:
                 f"the run directory {self.path} is in use by {holder}. Stop that run, or choose another --run-dir."
             ) from None
         try:
-            self._refuse_earlier_run()
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"the syncer with pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         except BaseException:
@@ -99,12 +100,29 @@ class RunDirectory:
     ) -> None:
         self.release()
 
-    def _refuse_earlier_run(self) -> None:
-        if self.tape.exists() and self.tape.stat().st_size > 0:
-            raise ConfigError(
-                f"the run directory {self.path} already holds the tape of an earlier run; choose another --run-dir. "
-                "(This release cannot go on with an earlier run.)"
-            )
+    @property
+    def has_run(self) -> bool:
+        """A run has begun here, which a syncer can go on with."""
+        return self.tape.exists() and self.tape.stat().st_size > 0
+
+    def settings_of_run(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that the run here began with; ``given`` ones must be the same.
+
+        Raises:
+            ConfigError: one differs, or they were written by another release.
+        """
+        try:
+            kept = json.loads(self.config.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.config} cannot be read: {error}; choose another --run-dir.") from error
+        settings = config_to_dict(config_from_dict(kept))
+        for name, value in given.items():
+            if value != settings[name]:
+                raise ConfigError(
+                    f"the run in {self.path} began with {name}={settings[name]!r}, not {value!r}. Leave "
+                    f"--{name.replace('_', '-')} away to go on with it, or choose another --run-dir for a new run."
+                )
+        return settings
 
     # ------------------------------------------------------------------------------------------------- what is in it
 

@@ -20,6 +20,7 @@ from hf_diloco.links.base import LinkDown, LinkEvent, Received, SyncerLinks
 from hf_diloco.syncer.roster import Terms
 from hf_diloco.syncer.run import Run
 from hf_diloco.syncer.run_directory import RunDirectory
+from hf_diloco.syncer.saved_run import SavedRun, last_incarnation, latest_run
 from hf_diloco.syncer.tape import Tape
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,14 @@ class Syncer:
         self._directory = run_directory
         self._stopping = threading.Event()
         self._start = time.monotonic()
-        self._tape = Tape(run_directory.tape)
+        self._saved = latest_run(run_directory)
+        if self._saved is None:
+            before, self.has_ended = last_incarnation(run_directory.tape), False
+        else:
+            history = self._saved.history(run_directory.tape)
+            before, self.has_ended = history.incarnation, history.finished
+        self._incarnation = before + 1
+        self._tape = Tape(run_directory.tape, self._stopping)
         self._run: Run | None = None  # once the first learner has said hello
 
     def run(self) -> None:
@@ -55,10 +63,15 @@ class Syncer:
         try:
             self._links.open()
             self._directory.config.write_text(json.dumps(config_to_dict(self.config), indent=2) + "\n")
-            self._tape.write("start", time=time.time(), address=self._links.address, config=config_to_dict(self.config))
+            self._tape.write(
+                "start", durable=True, time=time.time(), incarnation=self._incarnation, address=self._links.address,
+                config=config_to_dict(self.config),
+            )  # fmt: skip
+            if self._saved is not None:
+                self._run = self._resume(self._saved)
             self._serve()
             if self._run is not None:
-                self._run.save_final()
+                self._run.save()
             self._write_status()
             num_merges = self._run.num_merges if self._run is not None else 0
             self._tape.write("finish", durable=True, merges=num_merges, stopped=self._stopping.is_set())
@@ -87,12 +100,14 @@ class Syncer:
             if now >= next_status:
                 self._write_status()
                 next_status = now + _STATUS_EVERY_SECONDS
-            deadline = self._run.deadline if self._run is not None else None
-            event = self._links.receive(max(min(next_status, deadline or math.inf) - now, 0.0))
+            wake_at = self._run.wake_at(now) if self._run is not None else math.inf
+            event = self._links.receive(max(min(next_status, wake_at) - now, 0.0))
             if event is not None:
                 self._on_link_event(event)
-            elif self._run is not None and deadline is not None and time.monotonic() >= deadline:
+            elif self._run is not None and self._run.deadline is not None and time.monotonic() >= self._run.deadline:
                 self._run.dispatch(ev.Tick())
+            if self._run is not None:
+                self._run.look_after_checkpoints(time.monotonic())
             if self._run is not None and self._run.rounds.done(time.monotonic()):
                 return
 
@@ -115,6 +130,14 @@ class Syncer:
 
     def _on_hello(self, learner_id: int, hello: ms.Hello) -> None:
         if self._run is None:
+            if any(version.incarnation for version in hello.held):
+                self._refuse(
+                    learner_id,
+                    f"this learner has trained to step {hello.global_step}, but the run directory of this syncer holds "
+                    "no checkpoint to go on from. Start the syncer with the --run-dir of that run; or restart the "
+                    "learner, which then begins this run with its model.",
+                )
+                return
             try:
                 self._run = self._begin(Terms.from_first(self.config, learner_id, hello))
             except ConfigError as error:
@@ -138,7 +161,12 @@ class Syncer:
             total_steps=terms.config.total_steps,
             num_parameters=terms.layout.num_parameters,
         )
-        return Run(terms, self._links, self._tape, self._directory)
+        return Run(terms, self._links, self._tape, self._directory, incarnation=self._incarnation)
+
+    def _resume(self, saved: SavedRun) -> Run:
+        run = Run(saved.terms, self._links, self._tape, self._directory, incarnation=self._incarnation, saved=saved)
+        run.dispatch(ev.Tick())
+        return run
 
     def _refuse(self, learner_id: int, reason: str) -> None:
         logger.warning("[syncer] learner %d refused: %s", learner_id, reason)

@@ -21,6 +21,10 @@ class Supply:
         self._supplier: int | None = None
         self._fragments: set[int] = set()
 
+    def restore(self, constants: dict[str, Tensor], files: dict[str, bytes]) -> None:
+        """The constants and files of a run that goes on."""
+        self.constants, self.files, self.complete = constants, files, True
+
     def take(self, learner_id: int, message: ms.Message, payload: Tensor | None, state: GlobalState) -> bool:
         """Take in one message; True when it was the last one.
 

@@ -1,0 +1,95 @@
+"""What the event tape says of a run that goes on: who had joined, which values were made of which updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_diloco.core.messages import Version
+
+
+@dataclass(frozen=True)
+class Made:
+    """One published value, as the tape knows it."""
+
+    digest: str
+    updates: Mapping[int, str]  # learner id -> id of its update that is part of it
+
+
+@dataclass
+class History:
+    """The tape's lines after a checkpoint, in their order, on top of what the checkpoint says.
+
+    Args:
+        held: version of each fragment in the checkpoint.
+        merged: for each fragment, the last update of each learner that is in it.
+        known_learners: who had joined, and not left for good.
+        incarnation: of the syncer that wrote the checkpoint.
+        outer_step: t.
+    """
+
+    held: Sequence[Version]
+    merged: Sequence[Mapping[int, str]]
+    known_learners: set[int]
+    incarnation: int
+    outer_step: int
+    finished: bool = False  # the run came to its end
+    tokens_merged: dict[int, float] = field(default_factory=dict)  # by learner, mean over the fragments
+    num_merges: int = 0
+    num_participants: int = 0
+
+    def __post_init__(self) -> None:
+        self.made: list[dict[Version, Made]] = [{} for _ in self.held]
+
+    def read(self, lines: Iterable[Mapping[str, Any]]) -> History:
+        """Take lines in, oldest first."""
+        for line in lines:
+            if line["kind"] == "start":
+                self.incarnation, self.finished = line["incarnation"], False
+            elif line["kind"] == "join":
+                self.known_learners.add(line["learner_id"])
+            elif line["kind"] == "leave" and line["for_good"]:
+                self.known_learners.discard(line["learner_id"])
+            elif line["kind"] == "round":
+                self._read_round(line)
+            elif line["kind"] == "recovered":
+                self._read_recovered(line)
+            elif line["kind"] == "finish":
+                self.finished = not line["stopped"]
+        return self
+
+    def _read_round(self, line: Mapping[str, Any]) -> None:
+        version, participants = Version(*line["version"]), line["participants"]
+        updates = {participant["learner_id"]: participant["update_id"] for participant in participants}
+        self.made[line["fragment_index"]][version] = Made(line["digest"], updates)
+        self.outer_step = max(self.outer_step, version.outer_step)
+        if version <= self.held[line["fragment_index"]]:
+            return  # the checkpoint's counts were taken before this line, its values after it
+        self.num_merges += 1
+        self.num_participants += len(participants)
+        for participant in participants:
+            share = participant["tokens"] / len(self.held)
+            who = participant["learner_id"]
+            self.tokens_merged[who] = self.tokens_merged.get(who, 0.0) + share
+
+    def _read_recovered(self, line: Mapping[str, Any]) -> None:
+        """A syncer came back, and went on from these values: newer ones of before it are void."""
+        for made, fragment in zip(self.made, line["fragments"], strict=True):
+            adopted = Version(*fragment["adopted"])
+            for version in [version for version in made if version > adopted]:
+                del made[version]
+            made[Version(line["incarnation"], adopted.outer_step)] = Made(fragment["digest"], {})
+        self.outer_step = max(self.outer_step, line["outer_step"])
+
+    def digest(self, fragment_index: int, version: Version) -> str:
+        """Of a value that the tape knows."""
+        return self.made[fragment_index][version].digest
+
+    def merged_in(self, fragment_index: int, version: Version) -> dict[int, str]:
+        """The last update of each learner that is in this value: in the checkpoint's, or made between that and it."""
+        merged = dict(self.merged[fragment_index])
+        for other, made in sorted(self.made[fragment_index].items()):
+            if self.held[fragment_index] < other <= version:
+                merged.update(made.updates)
+        return merged

@@ -1,0 +1,149 @@
+"""A run as its checkpoints keep it, and what its tape adds to the newest one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import hf_diloco
+from hf_diloco.core.messages import Version
+from hf_diloco.errors import DiLoCoError
+from hf_diloco.syncer.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from hf_diloco.syncer.history import History
+from hf_diloco.syncer.roster import Terms
+from hf_diloco.syncer.run_directory import RunDirectory
+from hf_diloco.syncer.state import GlobalState, SavedFragment, published_tensors
+from hf_diloco.syncer.supply import Supply
+from hf_diloco.syncer.tape import iterate_tape
+
+_LINK_FROM_BYTES = 64 << 20  # smaller constants are written anew: each checkpoint then has its own copy of the bytes
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a checkpoint keeps besides tensors; taken at one moment, with the tape's size of that moment."""
+
+    incarnation: int
+    outer_step: int
+    started: bool
+    known_learners: list[int]
+    accounts: list[dict[str, Any]]
+    num_merges: int
+    num_participants: int
+    tape_bytes: int
+
+
+def save_run(
+    directory: Path, terms: Terms, state: GlobalState, supply: Supply, facts: Facts, *, earlier: Path | None = None
+) -> Path:
+    """Write a checkpoint of a run, while it goes on: each fragment is copied by itself, for as long as that takes.
+
+    Args:
+        directory: of the run's checkpoints.
+        terms: of the run.
+        state: its fragments.
+        supply: its constants and files.
+        facts: the rest.
+        earlier: a checkpoint of this run that has the constants already.
+
+    Raises:
+        DiLoCoError: as :func:`~hf_diloco.syncer.checkpoint.save_checkpoint`.
+    """
+    described: list[dict[str, Any]] = []
+    meta: dict[str, Any] = {
+        "library_version": hf_diloco.__version__, "terms": terms.to_dict(), "fingerprint": terms.layout.fingerprint,
+        "facts": vars(facts), "fragments": described,
+    }  # fmt: skip
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in supply.constants.values())
+    linked = earlier if earlier is not None and num_bytes >= _LINK_FROM_BYTES else None
+
+    def groups() -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+        if linked is None:
+            yield "constants", supply.constants
+        for index in range(state.layout.num_fragments):
+            saved = state.save_fragment(index)
+            described.append({"version": saved.version, "digest": saved.digest, "merged": dict(saved.merged)})
+            yield _group(index), saved.tensors
+
+    unchanged = {"constants": linked} if linked is not None else {}
+    return save_checkpoint(directory, facts.outer_step, groups(), meta, supply.files, unchanged=unchanged)
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """One checkpoint of a run, read."""
+
+    checkpoint: Checkpoint
+    terms: Terms
+    facts: Facts
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> SavedRun:
+        """Make sense of a checkpoint.
+
+        Raises:
+            DiLoCoError: another release wrote it.
+        """
+        version = checkpoint.meta.get("library_version")
+        if version != hf_diloco.__version__:
+            raise DiLoCoError(
+                f"the checkpoint {checkpoint.path} was written by hf-diloco {version}, this is "
+                f"{hf_diloco.__version__}. Install that version to go on with this run, or choose another --run-dir."
+            )
+        return cls(checkpoint, Terms.from_dict(checkpoint.meta["terms"]), Facts(**checkpoint.meta["facts"]))
+
+    def fragment(self, fragment_index: int) -> SavedFragment:
+        """One fragment, read from disk."""
+        described = self.checkpoint.meta["fragments"][fragment_index]
+        merged = {int(learner_id): update_id for learner_id, update_id in described["merged"].items()}
+        tensors = self.checkpoint.load(_group(fragment_index))
+        return SavedFragment(Version(*described["version"]), described["digest"], merged, tensors)
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """Frozen parameters and persistent buffers by name."""
+        return self.checkpoint.load("constants")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The published parameters by name."""
+        layout = self.terms.layout
+        return published_tensors(
+            layout, [self.fragment(index).tensors["published"] for index in range(layout.num_fragments)]
+        )
+
+    def history(self, tape: Path) -> History:
+        """What happened since, by the tape."""
+        facts, described = self.facts, self.checkpoint.meta["fragments"]
+        history = History(
+            held=[Version(*fragment["version"]) for fragment in described],
+            merged=[{int(who): update for who, update in fragment["merged"].items()} for fragment in described],
+            known_learners=set(facts.known_learners),
+            incarnation=facts.incarnation,
+            outer_step=facts.outer_step,
+        )
+        return history.read(iterate_tape(tape, facts.tape_bytes)) if tape.exists() else history
+
+
+def latest_run(directory: RunDirectory) -> SavedRun | None:
+    """The newest whole checkpoint of a run; None if there is none.
+
+    Raises:
+        DiLoCoError: all are broken, or another release wrote them.
+    """
+    found = latest_checkpoint(directory.checkpoints)
+    return None if found is None else SavedRun.from_checkpoint(found)
+
+
+def last_incarnation(tape: Path) -> int:
+    """Of the syncers that wrote a tape; 0 if none did. For runs that have no checkpoint yet."""
+    if not tape.exists():
+        return 0
+    return max((line["incarnation"] for line in iterate_tape(tape) if line["kind"] == "start"), default=0)
+
+
+def _group(fragment_index: int) -> str:
+    return f"fragment-{fragment_index:04d}"
