@@ -30,10 +30,11 @@ def groups(value: float = 1.0):
     }
 
 
+META, FILES = {"note": [1, None]}, {"config.json": b"{}", "x.txt": b"\0"}
+
+
 def save(directory, step, value=1.0):
-    return save_checkpoint(
-        directory, step, groups(value).items(), {"note": [1, None]}, {"config.json": b"{}", "x.txt": b"\0"}
-    )
+    return save_checkpoint(directory, step, groups(value).items(), META, FILES)
 
 
 def assert_whole(checkpoint, step, value=1.0):

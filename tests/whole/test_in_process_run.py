@@ -30,19 +30,23 @@ SECONDS = 60.0
 class World:
     """A syncer in a thread, and learners in threads of their own."""
 
-    def __init__(self, path: Path, *, seed: int | None = None, **settings: Any) -> None:
+    def __init__(
+        self, path: Path, *, seed: int | None = None, syncer_class: type[Syncer] = Syncer, **settings: Any
+    ) -> None:
         self.hub = InProcessHub(seed=seed)
         self.directory = RunDirectory(path / "run")
-        self.syncer = Syncer(SyncerConfig(**settings), self.hub, self.directory)
+        self.syncer = syncer_class(SyncerConfig(**settings), self.hub, self.directory)
         self.models: dict[int, nn.Module] = {}
         self.failures: list[BaseException] = []
         self._threads: list[threading.Thread] = []
-        self.start(self.syncer.run)
+        self.syncer_thread = self.start(self.syncer.run)
 
     def start(self, target: Callable[..., None], *args: Any, **kwargs: Any) -> threading.Thread:
         def run() -> None:
             try:
                 target(*args, **kwargs)
+            except SystemExit:  # a death that a test asked for
+                pass
             except BaseException as error:
                 self.failures.append(error)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hf_diloco.core.messages import Version
@@ -14,7 +14,7 @@ class Made:
     """One published value, as the tape knows it."""
 
     digest: str
-    updates: Mapping[int, str]  # learner id -> id of its update that is part of it
+    participants: Sequence[Mapping[str, Any]]  # as in the tape's line: learner_id, update_id, tokens, ...
 
 
 @dataclass
@@ -35,9 +35,6 @@ class History:
     incarnation: int
     outer_step: int
     finished: bool = False  # the run came to its end
-    tokens_merged: dict[int, float] = field(default_factory=dict)  # by learner, mean over the fragments
-    num_merges: int = 0
-    num_participants: int = 0
 
     def __post_init__(self) -> None:
         self.made: list[dict[Version, Made]] = [{} for _ in self.held]
@@ -60,18 +57,9 @@ class History:
         return self
 
     def _read_round(self, line: Mapping[str, Any]) -> None:
-        version, participants = Version(*line["version"]), line["participants"]
-        updates = {participant["learner_id"]: participant["update_id"] for participant in participants}
-        self.made[line["fragment_index"]][version] = Made(line["digest"], updates)
+        version = Version(*line["version"])
+        self.made[line["fragment_index"]][version] = Made(line["digest"], line["participants"])
         self.outer_step = max(self.outer_step, version.outer_step)
-        if version <= self.held[line["fragment_index"]]:
-            return  # the checkpoint's counts were taken before this line, its values after it
-        self.num_merges += 1
-        self.num_participants += len(participants)
-        for participant in participants:
-            share = participant["tokens"] / len(self.held)
-            who = participant["learner_id"]
-            self.tokens_merged[who] = self.tokens_merged.get(who, 0.0) + share
 
     def _read_recovered(self, line: Mapping[str, Any]) -> None:
         """A syncer came back, and went on from these values: newer ones of before it are void."""
@@ -79,7 +67,7 @@ class History:
             adopted = Version(*fragment["adopted"])
             for version in [version for version in made if version > adopted]:
                 del made[version]
-            made[Version(line["incarnation"], adopted.outer_step)] = Made(fragment["digest"], {})
+            made[Version(line["incarnation"], adopted.outer_step)] = Made(fragment["digest"], [])
         self.outer_step = max(self.outer_step, line["outer_step"])
 
     def digest(self, fragment_index: int, version: Version) -> str:
@@ -91,5 +79,16 @@ class History:
         merged = dict(self.merged[fragment_index])
         for other, made in sorted(self.made[fragment_index].items()):
             if self.held[fragment_index] < other <= version:
-                merged.update(made.updates)
+                merged.update(
+                    {participant["learner_id"]: participant["update_id"] for participant in made.participants}
+                )
         return merged
+
+    def merges_up_to(self, versions: Sequence[Version]) -> list[Sequence[Mapping[str, Any]]]:
+        """Participants of each merge since the checkpoint's counts were taken that is in these values."""
+        return [
+            made.participants
+            for version, chain in zip(versions, self.made, strict=True)
+            for other, made in chain.items()
+            if other <= version and made.participants
+        ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +30,7 @@ class Restart:
     """
 
     def __init__(self, saved: SavedRun, history: History, state: GlobalState) -> None:
-        self._history, self._state, self._started = history, state, saved.facts.started or history.num_merges > 0
+        self._history, self._state, self._started = history, state, saved.facts.started
         for index in range(state.layout.num_fragments):
             state.load_fragment(index, saved.fragment(index))
         self._recovery = Recovery(history.held, history.known_learners, [made.keys() for made in history.made])
@@ -69,6 +70,10 @@ class Restart:
             held=list(state.versions), merged=[dict(merged) for merged in state.merged], outer_step=outer_step,
             started=self._started,
         )  # fmt: skip
+
+    def merges(self, recovered: Recovered) -> list[Sequence[Mapping[str, Any]]]:
+        """Participants of each merge that the checkpoint's accounts lack."""
+        return self._history.merges_up_to(recovered.held)
 
     def describe(self, recovered: Recovered) -> list[dict[str, Any]]:
         """For the tape: the version and digest of each fragment that the run goes on from."""

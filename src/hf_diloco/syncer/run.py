@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -83,11 +84,8 @@ class Run:
         history = saved.history(run_directory.tape)
         self.supply.restore(saved.constants, saved.checkpoint.files)
         self._accounts = {values["learner_id"]: Account(**values) for values in saved.facts.accounts}
-        for learner_id, tokens in history.tokens_merged.items():
-            self._accounts.setdefault(learner_id, Account(learner_id)).tokens_merged += tokens
         self._known = set(history.known_learners)
-        self.num_merges = saved.facts.num_merges + history.num_merges
-        self._num_participants = saved.facts.num_participants + history.num_participants
+        self.num_merges, self._num_participants = saved.facts.num_merges, saved.facts.num_participants
         self.rounds.outer_step = history.outer_step
         logger.info(
             "[syncer · step %d] going on from %s; learners hand back what is newer",
@@ -315,6 +313,8 @@ class Run:
             fragments=restart.describe(recovered),
             num_handed_back=restart.num_handed_back,
         )
+        for participants in restart.merges(recovered):
+            self._count(participants)
         self.state.stamp(incarnation)
         self.rounds, self._restart = Rounds(self.terms.config, incarnation=incarnation, recovered=recovered), None
         self._saver.due_at = time.monotonic()
@@ -358,17 +358,21 @@ class Run:
                 grace_seconds=round(action.grace_seconds, 4),
                 merge_seconds=round(time.monotonic() - started, 4),
             )
-        for participant in participants:
-            account = self._accounts[participant["learner_id"]]
-            account.tokens_merged += participant["tokens"] / len(self.state.values)
-        self.num_merges += 1
-        self._num_participants += len(participants)
+        self._count(participants)
         self._last_participants = sorted(participant["learner_id"] for participant in participants)
         logger.info(
             "[syncer · step %d] fragment %d merged from learners %s",
             action.version.outer_step, action.fragment_index, self._last_participants,
         )  # fmt: skip
         self._events.append(ev.Merged(round=action.round))
+
+    def _count(self, participants: Sequence[Mapping[str, Any]]) -> None:
+        """One merge more."""
+        for participant in participants:
+            account = self._accounts.setdefault(participant["learner_id"], Account(participant["learner_id"]))
+            account.tokens_merged += participant["tokens"] / len(self.state.values)
+        self.num_merges += 1
+        self._num_participants += len(participants)
 
     def _publish(self, action: ev.Publish) -> None:
         payload, wire_format = self.state.payload(action.fragment_index, full=action.base is None)

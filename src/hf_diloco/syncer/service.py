@@ -51,7 +51,7 @@ class Syncer:
             history = self._saved.history(run_directory.tape)
             before, self.has_ended = history.incarnation, history.finished
         self._incarnation = before + 1
-        self._tape = Tape(run_directory.tape, self._stopping)
+        self._tape: Tape  # from `run` on
         self._run: Run | None = None  # once the first learner has said hello
 
     def run(self) -> None:
@@ -60,6 +60,7 @@ class Syncer:
         Raises:
             DiLoCoError: the address cannot be listened on, or the run directory cannot be written.
         """
+        self._tape = Tape(self._directory.tape, self._stopping)
         try:
             self._links.open()
             self._directory.config.write_text(json.dumps(config_to_dict(self.config), indent=2) + "\n")
