@@ -72,9 +72,15 @@ class Run:
         flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
         command = [sys.executable, "-m", "hf_diloco.cli.main", "syncer", "--listen", "127.0.0.1:0"]
         path.mkdir(parents=True, exist_ok=True)
-        self.syncer = Process([*command, "--run-dir", str(self.directory), *flags], path / "syncer.log", self._mark())
+        self._syncer_command = [*command, "--run-dir", str(self.directory), *flags]
         self.learners: dict[int, Process] = {}
-        self._all: list[Process] = [self.syncer]
+        self._all: list[Process] = []
+        self.start_syncer()
+
+    def start_syncer(self) -> None:
+        """The first one, or one that goes on after the last has ended."""
+        self.syncer = Process(self._syncer_command, self.path / "syncer.log", self._mark())
+        self._all.append(self.syncer)
 
     def status(self) -> dict[str, Any]:
         path = self.directory / "status.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sysconfig
 import time
 from pathlib import Path
@@ -56,6 +57,9 @@ def main() -> None:
     parser.add_argument("--hidden_size", type=int, default=16)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     options = parser.parse_args()
+    log = logging.FileHandler(options.result.with_suffix(".debug"))
+    logging.getLogger("hf_diloco.learner.learner").addHandler(log)
+    logging.getLogger("hf_diloco.learner.learner").setLevel(logging.DEBUG)
     torch.set_num_threads(1)
     arguments = TrainingArguments(
         output_dir=str(options.output_dir), max_steps=options.max_steps, per_device_train_batch_size=4,

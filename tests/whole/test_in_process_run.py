@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +100,7 @@ def train(
     at: dict[int, Callable[[], None]] | None = None,
     lr: float = 0.05,
     pace_seconds: float = 0.003,
+    ends: bool = True,
     **options: Any,
 ) -> None:
     """Train a model as a user's loop would; ``at`` are faults by step."""
@@ -117,6 +119,9 @@ def train(
         threading.Event().wait(pace_seconds)
         if not learner.step(tokens=8):
             break
+        if not ends and world.syncer.stopping:
+            learner.close()
+            return
     assert learner.finish()
 
 
@@ -212,20 +217,70 @@ def test_one_learner_alone_is_plain_training(tmp_path: Path) -> None:
     assert (parameters(world.models[0]) - parameters(model)).norm() <= 1e-5 * moved
 
 
-def test_updates_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    """The learner's model breaks in mid-run; what the others have is never touched by it."""
+@pytest.mark.parametrize(("factor", "says"), [(float("nan"), "NaN"), (1e6, "times the usual")])
+def test_a_learner_whose_updates_are_refused_starts_over(tmp_path: Path, factor: float, says: str) -> None:
+    """Its model breaks in mid-run: what the others have is never touched by it, and it is merged again later."""
     world = World(tmp_path, expected_learners=2, num_fragments=2, sync_every=4)
 
     def poison() -> None:
         with torch.no_grad():
-            next(world.models[1].parameters()).fill_(float("nan"))
+            for parameter in world.models[1].parameters():
+                parameter.mul_(factor)
 
-    world.start(train, world, 0)
-    world.start(train, world, 1, at={20: poison})
+    world.start(train, world, 0, steps=150)
+    world.start(train, world, 1, steps=150, at={60: poison})
     world.join()
-    assert any("NaN" in line["reason"] for line in world.tape("refusal"))
-    assert world.accounts()[1]["updates_refused"] > 0
+    refusals = world.tape("refusal")
+    assert all(says in line["reason"] and line["learner_id"] == 1 for line in refusals)
+    assert [line["start_over"] for line in refusals].count(True) >= 1
+    row = world.accounts()[1]
+    assert row["updates_refused"] == len(refusals) >= 3
+    assert row["tokens_overwritten"] > 0
+    last_refusal = refusals[-1]["seconds"]
+    later = [line for line in world.tape("round") if line["seconds"] > last_refusal]
+    assert any(who["learner_id"] == 1 for line in later for who in line["participants"]), "it was never merged again"
     assert bool(torch.isfinite(parameters(world.models[0])).all())
+    assert float(parameters(world.models[0]).norm()) < 100
+    assert torch.equal(parameters(world.models[0]), parameters(world.models[1]))
+
+
+def leave_at(world: World, learner_id: int, step: int, *, drain_seconds: float) -> None:
+    learner = world.learner(learner_id, steps=10_000)
+    learner.join()
+    optimizer = torch.optim.SGD(world.models[learner_id].parameters(), lr=0.05)
+    for _ in range(step):
+        inputs = torch.randn(8, 4)
+        nn.functional.mse_loss(world.models[learner_id](inputs), inputs[:, :2] * 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        threading.Event().wait(0.003)
+        learner.step(tokens=8)
+    learner.leave("enough", drain_seconds=drain_seconds)
+
+
+@pytest.mark.parametrize("num_others", [0, 1])
+def test_a_learner_that_takes_leave_has_all_it_did_merged(tmp_path: Path, num_others: int) -> None:
+    world = World(tmp_path, expected_learners=1 + num_others, num_fragments=3, sync_every=60)
+    for learner_id in range(1, 1 + num_others):
+        world.start(train, world, learner_id, steps=10_000, at={100: lambda: world.syncer.stop()}, ends=False)
+    world.start(leave_at, world, 0, 20, drain_seconds=SECONDS)
+    world.join()
+    row = world.accounts()[0]
+    assert row["tokens_merged"] == row["tokens_trained"] == 160
+    assert [line["for_good"] for line in world.tape("leave") if line["learner_id"] == 0] == [True]
+
+
+def test_a_learner_leaves_in_time_when_the_syncer_is_away(tmp_path: Path) -> None:
+    world = World(tmp_path, num_fragments=2, sync_every=60)
+    learner = world.learner(0, steps=10_000)
+    learner.join()
+    learner.step(tokens=1)
+    world.hub.cut(0)
+    before = time.monotonic()
+    learner.leave("enough", drain_seconds=0.5)
+    assert time.monotonic() - before < 10
+    world.syncer.stop()
+    world.join()
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,10 @@ class Learner:
         self.global_step = max(self.global_step, min(prepared.version.outer_step, welcome.total_steps))
         applied = ms.Applied(fragment_index=index, version=prepared.version, digest=prepared.digest)
         exact = welcome.on_arrival == "overwrite" and not welcome.local_mix and welcome.wire_format == "fp32"
+        logger.debug(
+            "[learner %d · step %d] applied fragment %d of version %s",
+            self.learner_id, self.global_step, index, tuple(prepared.version),
+        )  # fmt: skip
         self._exchange.confirm(applied, self._parameters.read(fragment) if exact else None)
 
     def _answer(self) -> None:

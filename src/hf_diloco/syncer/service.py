@@ -85,6 +85,11 @@ class Syncer:
         self._stopping.set()
 
     @property
+    def stopping(self) -> bool:
+        """``stop`` was called."""
+        return self._stopping.is_set()
+
+    @property
     def has_model(self) -> bool:
         """The run directory's newest checkpoint holds the values that this run ended with."""
         return self._run is not None and self._run.saved
