@@ -28,7 +28,7 @@ from hf_diloco.links.base import LearnerLink, LinkDown, LinkEvent, LinkUp, Recei
 logger = logging.getLogger(__name__)
 
 _RECEIVE_SECONDS = 0.5
-_CARRY_LIMIT = 4  # times H: local progress that was not merged for so long is given up
+_CARRY_LIMIT = 4  # times H: local progress that was not merged for so many steps with a link is given up
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
@@ -89,6 +89,7 @@ class Exchange:
         self.fatal: Exception | None = None
         self.notices: list[str] = []
         self.steps_done = 0  # kept by the training thread, for the limit of carried progress
+        self._steps_at_link = 0
         self._learner_id, self._incarnation, self._link = learner_id, incarnation, link
         self._hello, self._make_layout = hello, make_layout
         self._work: queue.SimpleQueue[Received | LinkUp | LinkDown | Cut | tuple[ms.Applied, Snapshot] | None]
@@ -182,6 +183,7 @@ class Exchange:
             if isinstance(event, LinkUp):
                 self.linked = self.ever_linked = True
                 self.num_links += 1
+                self._steps_at_link = self.steps_done  # what was done without a link could not be merged: it is kept
                 for local in self.fragments:  # the Hello says what is in the model; the syncer sends the rest again
                     local.ready = None
                 self._link.send(self._hello())
@@ -328,7 +330,7 @@ class Exchange:
         merged = shipped if shipped is not None and shipped.update_id == merged_id else None
         if shipped is not None and merged is None and message.closed_round and shipped.round <= message.closed_round:
             local.shipped = shipped = None
-        carried_steps = self.steps_done - local.accounted_steps
+        carried_steps = self.steps_done - max(local.accounted_steps, self._steps_at_link)
         give_up = shipped is None and not local.cutting and carried_steps > _CARRY_LIMIT * self.welcome.sync_every
         correction = None
         if local.anchor is not None and self.welcome.on_arrival == "carry" and not give_up:
