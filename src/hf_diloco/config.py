@@ -62,7 +62,11 @@ class SyncerConfig:
     )
     link_timeout_seconds: float = _setting(10.0, "A learner that shows no sign of life for this long is absent.")
     checkpoint_every_seconds: float = _setting(60.0, "How often the syncer writes a checkpoint, in the background.")
-    keep_checkpoints: int = _setting(3, "How many checkpoints the run directory keeps.")
+    keep_checkpoints: int = _setting(3, "How many checkpoints the run directory keeps, and how many of the whole run.")
+    save_every: int | None = _setting(
+        None,
+        "Outer steps between checkpoints of the whole run, for which each learner saves its own too. Default: none.",
+    )
 
     def __post_init__(self) -> None:
         for name in (
@@ -75,7 +79,7 @@ class SyncerConfig:
             "keep_checkpoints",
         ):
             _require(self, name, getattr(self, name) >= 1, "at least 1")
-        for name in ("total_steps", "num_shards"):
+        for name in ("total_steps", "num_shards", "save_every"):
             _require(self, name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
         for name in ("start_timeout_seconds", "max_grace_seconds", "finish_wait_seconds"):
             _require(self, name, getattr(self, name) >= 0, "at least 0")

@@ -124,7 +124,7 @@ def checkpoint(directory: RunDirectory, step: int) -> None:
     supply.restore({}, {"vocab.txt": b"a"})
     facts = Facts(
         incarnation=1, outer_step=step, started=True, known_learners=[0], accounts=[], num_merges=0,
-        num_participants=0, tape_bytes=0,
+        num_participants=0, tape_bytes=0, learner_checkpoints={},
     )  # fmt: skip
     save_run(directory.checkpoints, terms, state, supply, facts)
 

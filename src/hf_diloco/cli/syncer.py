@@ -35,6 +35,14 @@ def syncer(
         Path, typer.Option(metavar="DIR", help="Where this run's tape, checkpoints, token and model go.")
     ],
     settings: dict[str, Any],
+    go_back_to: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEP",
+            help="Go on from the checkpoint of the whole run (--save-every) at this outer step; learners are to be "
+            "started again from theirs, which are listed.",
+        ),
+    ] = None,
 ) -> None:
     """Run the syncer alone; it prints the line to run on each learner's machine.
 
@@ -60,19 +68,29 @@ def syncer(
                     "whoever can read this network can read the model. Use a VPN, WireGuard or an SSH tunnel.",
                     style="yellow",
                 )
-            finished = _serve(config, host, port, token, directory, display)
+            finished = _serve(config, host, port, token, directory, display, go_back_to)
     if not finished:
         raise typer.Exit(1)
 
 
-def _serve(config: SyncerConfig, host: str, port: int, token: str, directory: RunDirectory, display: Display) -> bool:
+def _serve(
+    config: SyncerConfig,
+    host: str,
+    port: int,
+    token: str,
+    directory: RunDirectory,
+    display: Display,
+    go_back_to: int | None = None,
+) -> bool:
     """Run the syncer and write the model. Returns whether the run came to its end."""
     from hf_diloco.links.rpc import RpcSyncerLinks  # these load torch, which takes seconds
     from hf_diloco.syncer.export import export_model
     from hf_diloco.syncer.service import Syncer
 
     links = RpcSyncerLinks(host, port, token, link_timeout_seconds=config.link_timeout_seconds)
-    service = Syncer(config, links, directory)
+    service = Syncer(config, links, directory, go_back_to=go_back_to)
+    for learner_id, path in service.learner_checkpoints.items():
+        display.message(f"learner {learner_id}: trainer.train(resume_from_checkpoint={path!r})")
     if service.has_ended:
         display.message(f"The run in {directory.path} has ended; its global model is in {directory.model}")
         return True

@@ -138,6 +138,14 @@ class HandedBack:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SavedCheckpoint:
+    """The learner has saved its own checkpoint, as :class:`SaveCheckpoint` wanted."""
+
+    outer_step: int  # of the SaveCheckpoint
+    path: str  # on the learner's machine
+
+
+@dataclass(frozen=True, kw_only=True)
 class Leaving:
     """The learner trains no more and is about to leave: merge what it has, soon."""
 
@@ -204,6 +212,13 @@ class HandBack:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SaveCheckpoint:
+    """Save your own checkpoint at your next step boundary: part of a checkpoint of the whole run."""
+
+    outer_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class UpdateRefused:
     """Your update must never be merged."""
 
@@ -257,9 +272,9 @@ class Notice:
 
 Message = (
     Hello | SupplyFragment | SupplyConstant | SupplyFile | Supplied | Progress | Update | Applied | NeedFull
-    | HandedBack | Leaving | Goodbye
-    | Welcome | SendValues | Refused | Start | Ask | HandBack | UpdateRefused | RoundClosed | Publication | Stop
-    | Released | Notice
+    | HandedBack | SavedCheckpoint | Leaving | Goodbye
+    | Welcome | SendValues | Refused | Start | Ask | HandBack | SaveCheckpoint | UpdateRefused
+    | RoundClosed | Publication | Stop | Released | Notice
 )  # fmt: skip
 
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(Message)}

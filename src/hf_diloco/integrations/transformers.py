@@ -62,6 +62,7 @@ class DiLoCoCallback(TrainerCallback):
         self._has_ended = False  # this train() needs no more of the learner
         self._holds_global = False  # ... because the model holds the final global values
         self._has_warned_of_schedule = False
+        self._joint_step: int | None = None  # of the checkpoint of the whole run that is being saved
         if not self._plugin.syncer:
             logger.info("hf-diloco is off: no syncer address (HF_DILOCO_SYNCER); training goes on without it.")
 
@@ -140,11 +141,21 @@ class DiLoCoCallback(TrainerCallback):
             _follow(lr_scheduler, self._learner.global_step)
             if self._learner.starts_over():
                 _forget_broken_state(optimizer)
+            self._joint_step = self._learner.take_save_wanted()
+            if self._joint_step is not None:
+                control.should_save = True
         if is_last or not goes_on:
             # Here and not in on_train_end: before that, Trainer saves and evaluates, and may load its best model.
             self._finish()
         if not goes_on and not is_last:
             _stop(args, state, control)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Tell the syncer where this learner's part of a checkpoint of the whole run is."""
+        if self._learner is not None and self._joint_step is not None:
+            path = Path(args.output_dir or ".").absolute() / f"checkpoint-{state.global_step}"
+            self._learner.saved_checkpoint(self._joint_step, str(path))
+            self._joint_step = None
 
     def on_log(
         self,

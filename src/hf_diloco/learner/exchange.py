@@ -79,6 +79,7 @@ class Exchange:
         self.asks: dict[int, OpenAsk] = {}
         self.welcome: ms.Welcome | None = None
         self.supply_wanted = False
+        self.save_wanted: int | None = None  # outer step of a checkpoint of the whole run that we are to be part of
         self.started_at: int | None = None  # outer step when the start gate opened
         self.stop_reason: str | None = None
         self.released: ms.Released | None = None
@@ -209,6 +210,8 @@ class Exchange:
                 self._on_round_closed(message)
             elif isinstance(message, ms.UpdateRefused):
                 self._on_update_refused(message)
+            elif isinstance(message, ms.SaveCheckpoint):
+                self.save_wanted = message.outer_step
             elif isinstance(message, ms.HandBack):
                 self._hand_back(message)
             elif isinstance(message, ms.Welcome):

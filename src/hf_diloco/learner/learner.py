@@ -211,6 +211,15 @@ class Learner:
         ended = self._exchange.stop_reason is not None or self._exchange.released is not None
         return not ended and self.global_step < self.total_steps
 
+    def take_save_wanted(self) -> int | None:
+        """Outer step of a checkpoint of the whole run that this learner is to save its part of, now; said once."""
+        wanted, self._exchange.save_wanted = self._exchange.save_wanted, None
+        return wanted
+
+    def saved_checkpoint(self, outer_step: int, path: str) -> None:
+        """Say where this learner has saved its part of that checkpoint."""
+        self._exchange.send(ms.SavedCheckpoint(outer_step=outer_step, path=path))
+
     def starts_over(self) -> bool:
         """Whether the syncer refused so many updates that the model now holds the global parameters; said once."""
         said, self._starts_over = self._starts_over, False

@@ -70,6 +70,11 @@ class History:
             made[Version(line["incarnation"], adopted.outer_step)] = Made(fragment["digest"], [])
         self.outer_step = max(self.outer_step, line["outer_step"])
 
+    def forget(self, outer_step: int) -> None:
+        """Go back to the checkpoint itself: what was merged after it is void, and nobody is waited for."""
+        self.made = [{} for _ in self.held]
+        self.known_learners, self.outer_step, self.finished = set(), outer_step, False
+
     def digest(self, fragment_index: int, version: Version) -> str:
         """Of a value that the tape knows."""
         return self.made[fragment_index][version].digest

@@ -17,7 +17,9 @@ from hf_diloco.core.merge import MergeAccumulator, token_weight
 from hf_diloco.core.rounds import Rounds
 from hf_diloco.errors import DiLoCoError, MessageError
 from hf_diloco.links.base import SyncerLinks
+from hf_diloco.syncer.history import History
 from hf_diloco.syncer.inspection import Inspector
+from hf_diloco.syncer.joint import JointCheckpoint
 from hf_diloco.syncer.restart import Restart
 from hf_diloco.syncer.roster import Account, Terms
 from hf_diloco.syncer.run_directory import RunDirectory
@@ -42,7 +44,7 @@ class Run:
         tape: to write to.
         run_directory: where checkpoints go.
         incarnation: of this syncer process.
-        saved: what the run goes on from, if it is not a new one.
+        saved: what the run goes on from, if it is not a new one: a checkpoint, and what happened since.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Run:
         run_directory: RunDirectory,
         *,
         incarnation: int = 1,
-        saved: SavedRun | None = None,
+        saved: tuple[SavedRun, History] | None = None,
     ) -> None:
         self.terms = terms
         self.rounds = Rounds(terms.config, incarnation=incarnation)
@@ -76,17 +78,18 @@ class Run:
         self._last_participants: list[int] = []
         self._inspector = Inspector(terms.layout)
         self._refused_in_a_row: dict[int, int] = {}  # by learner
-        self._restart = self._resume(saved, run_directory) if saved is not None else None
-        earlier = saved.checkpoint.path if saved is not None else None
-        self._saver = Saver(run_directory.checkpoints, terms, self.state, self.supply, earlier)
+        self._joint: JointCheckpoint | None = None  # that learners are writing their parts of
+        self._joint_step = 0  # the outer step of the last one
+        self._restart = self._resume(*saved) if saved is not None else None
+        earlier = saved[0].checkpoint.path if saved is not None else None
+        self._saver = Saver(run_directory, terms, self.state, self.supply, earlier)
 
-    def _resume(self, saved: SavedRun, run_directory: RunDirectory) -> Restart:
-        history = saved.history(run_directory.tape)
+    def _resume(self, saved: SavedRun, history: History) -> Restart:
         self.supply.restore(saved.constants, saved.checkpoint.files)
         self._accounts = {values["learner_id"]: Account(**values) for values in saved.facts.accounts}
         self._known = set(history.known_learners)
         self.num_merges, self._num_participants = saved.facts.num_merges, saved.facts.num_participants
-        self.rounds.outer_step = history.outer_step
+        self.rounds.outer_step = self._joint_step = history.outer_step
         logger.info(
             "[syncer · step %d] going on from %s; learners hand back what is newer",
             history.outer_step, saved.checkpoint.path,
@@ -116,6 +119,8 @@ class Run:
         if learner_id not in (self._known if for_good else self._linked):
             return
         self._linked.discard(learner_id)
+        if self._joint is not None:
+            self._joint.gone(learner_id)
         if for_good:
             self._known.discard(learner_id)
         how = "took leave" if for_good else "is away"
@@ -143,6 +148,9 @@ class Run:
         elif isinstance(message, ms.Leaving):
             logger.info("[syncer · step %d] learner %d leaves soon: %s", self.outer_step, learner_id, message.reason)
             self.dispatch(ev.Leaving(learner_id=learner_id))
+        elif isinstance(message, ms.SavedCheckpoint):
+            if self._joint is not None:
+                self._joint.saved(learner_id, message.outer_step, message.path)
         elif isinstance(message, ms.Goodbye):
             self.leave(learner_id, message.reason, for_good=True)
         elif isinstance(message, ms.HandedBack):
@@ -415,13 +423,31 @@ class Run:
             self._tape.write("warning", learner_ids=[], text=str(error))
             return
         if path is not None:
-            self._tape.write("checkpoint", path=path.name)
+            self._tape.write("checkpoint", path=f"{path.parent.name}/{path.name}")
             if not self.rounds.has_values and self._restart is None:
                 self.dispatch(ev.ValuesSupplied())
-        if self._may_checkpoint() and not self._saver.is_writing and now >= self._saver.due_at:
+        if not self._may_checkpoint():
+            return
+        self._ask_for_joint_checkpoint(now)
+        if self._saver.is_writing:
+            return
+        if self._joint is not None and self._joint.ready(now):
+            paths, self._joint = self._joint.paths, None
+            if paths:
+                self._saver.begin(self._facts(paths))
+        elif now >= self._saver.due_at:
             self._saver.begin(self._facts())
 
-    def _facts(self) -> Facts:
+    def _ask_for_joint_checkpoint(self, now: float) -> None:
+        every, present = self.terms.config.save_every, self.rounds.present(now)
+        if every is None or self._joint is not None or self.outer_step < (self._joint_step // every + 1) * every:
+            return
+        if learner_ids := [member.learner_id for member in present if not member.finished]:
+            self._joint_step = self.outer_step
+            self._joint = JointCheckpoint(self.outer_step, learner_ids, now)
+            self._links.send(learner_ids, ms.SaveCheckpoint(outer_step=self.outer_step))
+
+    def _facts(self, learner_checkpoints: Mapping[int, str] | None = None) -> Facts:
         return Facts(
             incarnation=self.rounds.incarnation,
             outer_step=self.outer_step,
@@ -431,6 +457,7 @@ class Run:
             num_merges=self.num_merges,
             num_participants=self._num_participants,
             tape_bytes=self._tape.size_bytes,
+            learner_checkpoints={str(who): path for who, path in (learner_checkpoints or {}).items()},
         )
 
     def save(self) -> None:
@@ -441,7 +468,7 @@ class Run:
             self.state.settle()
         path = self._saver.write_now(self._facts())
         self.saved = True
-        self._tape.write("checkpoint", durable=True, path=path.name)
+        self._tape.write("checkpoint", durable=True, path=f"{path.parent.name}/{path.name}")
 
     def status(self, now: float) -> dict[str, Any]:
         """The run's part of ``status.json``."""

@@ -35,6 +35,7 @@ class RunDirectory:
         self.path = Path(path).absolute()
         self.tape = self.path / "tape.jsonl"
         self.checkpoints = self.path / "checkpoints"
+        self.joint = self.path / "joint"  # checkpoints of the whole run
         self.token = self.path / "token"
         self.model = self.path / "model"
         self.config = self.path / "config.json"

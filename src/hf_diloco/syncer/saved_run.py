@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,14 @@ from torch import Tensor
 
 import hf_diloco
 from hf_diloco.core.messages import Version
-from hf_diloco.errors import DiLoCoError
-from hf_diloco.syncer.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from hf_diloco.errors import ConfigError, DiLoCoError
+from hf_diloco.syncer.checkpoint import (
+    Checkpoint,
+    checkpoint_paths,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from hf_diloco.syncer.history import History
 from hf_diloco.syncer.roster import Terms
 from hf_diloco.syncer.run_directory import RunDirectory
@@ -35,6 +42,7 @@ class Facts:
     num_merges: int
     num_participants: int
     tape_bytes: int
+    learner_checkpoints: dict[str, str]  # of a checkpoint of the whole run: learner id -> path on its machine
 
 
 def save_run(
@@ -115,8 +123,8 @@ class SavedRun:
             layout, [self.fragment(index).tensors["published"] for index in range(layout.num_fragments)]
         )
 
-    def history(self, tape: Path) -> History:
-        """What happened since, by the tape."""
+    def history(self, tape: Path, *, go_back: bool = False) -> History:
+        """What happened since, by the tape; with ``go_back`` all of it is void."""
         facts, described = self.facts, self.checkpoint.meta["fragments"]
         history = History(
             held=[Version(*fragment["version"]) for fragment in described],
@@ -125,7 +133,34 @@ class SavedRun:
             incarnation=facts.incarnation,
             outer_step=facts.outer_step,
         )
-        return history.read(iterate_tape(tape, facts.tape_bytes)) if tape.exists() else history
+        if tape.exists():
+            history.read(iterate_tape(tape, facts.tape_bytes))
+        if go_back:
+            history.forget(facts.outer_step)
+        return history
+
+
+def joint_run(directory: RunDirectory, outer_step: int) -> SavedRun:
+    """The checkpoint of the whole run at this outer step.
+
+    Raises:
+        ConfigError: there is none.
+        DiLoCoError: it is broken.
+    """
+    paths = {int(path.name.removeprefix("step-")): path for path in checkpoint_paths(directory.joint)}
+    if outer_step not in paths:
+        there = f"there are: {', '.join(map(str, sorted(paths)))}" if paths else "there is none (see --save-every)"
+        raise ConfigError(f"{directory.path} holds no checkpoint of the whole run at step {outer_step}; {there}.")
+    return SavedRun.from_checkpoint(load_checkpoint(paths[outer_step]))
+
+
+def put_newer_aside(directory: RunDirectory, outer_step: int) -> None:
+    """Checkpoints that are newer than what the run goes back to would win at the next restart."""
+    for path in checkpoint_paths(directory.checkpoints):
+        if int(path.name.removeprefix("step-")) > outer_step:
+            aside = directory.path / "gone-back" / f"{path.name}-{time.time_ns()}"
+            aside.parent.mkdir(exist_ok=True)
+            path.rename(aside)
 
 
 def latest_run(directory: RunDirectory) -> SavedRun | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from hf_diloco.errors import DiLoCoError
 from hf_diloco.syncer.checkpoint import prune_checkpoints
 from hf_diloco.syncer.roster import Terms
+from hf_diloco.syncer.run_directory import RunDirectory
 from hf_diloco.syncer.saved_run import Facts, save_run
 from hf_diloco.syncer.state import GlobalState
 from hf_diloco.syncer.supply import Supply
@@ -21,7 +22,7 @@ class Saver:
     """Writes one checkpoint at a time. All methods are for the syncer's one thread.
 
     Args:
-        directory: of the run's checkpoints.
+        run_directory: where they go; those of the whole run into a directory of their own.
         terms: of the run: how often, and how many are kept.
         state: what is kept.
         supply: constants and files.
@@ -29,9 +30,9 @@ class Saver:
     """
 
     def __init__(
-        self, directory: Path, terms: Terms, state: GlobalState, supply: Supply, earlier: Path | None = None
+        self, run_directory: RunDirectory, terms: Terms, state: GlobalState, supply: Supply, earlier: Path | None = None
     ) -> None:
-        self._directory, self._terms, self._state, self._supply = directory, terms, state, supply
+        self._directory, self._terms, self._state, self._supply = run_directory, terms, state, supply
         self._earlier = earlier
         self._results: queue.SimpleQueue[Path | Exception] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -93,6 +94,7 @@ class Saver:
             self._results.put(DiLoCoError(f"the checkpoint could not be written: {error!r}"))
 
     def _write(self, facts: Facts) -> Path:
-        path = save_run(self._directory, self._terms, self._state, self._supply, facts, earlier=self._earlier)
-        prune_checkpoints(self._directory, self._terms.config.keep_checkpoints)
+        directory = self._directory.joint if facts.learner_checkpoints else self._directory.checkpoints
+        path = save_run(directory, self._terms, self._state, self._supply, facts, earlier=self._earlier)
+        prune_checkpoints(directory, self._terms.config.keep_checkpoints)
         return path

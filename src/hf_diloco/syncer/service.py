@@ -20,7 +20,7 @@ from hf_diloco.links.base import LinkDown, LinkEvent, Received, SyncerLinks
 from hf_diloco.syncer.roster import Terms
 from hf_diloco.syncer.run import Run
 from hf_diloco.syncer.run_directory import RunDirectory
-from hf_diloco.syncer.saved_run import SavedRun, last_incarnation, latest_run
+from hf_diloco.syncer.saved_run import SavedRun, joint_run, last_incarnation, latest_run
 from hf_diloco.syncer.tape import Tape
 
 logger = logging.getLogger(__name__)
@@ -35,20 +35,34 @@ class Syncer:
     Args:
         config: the run's settings.
         links: the ends of all links; opened and closed by ``run``.
-        run_directory: where the tape, the checkpoints and the model go.
+        run_directory: where the tape, the checkpoints and the model go; a run that is there already is gone on with.
+        go_back_to: outer step of a checkpoint of the whole run (``save_every``), to go on from that instead of from
+            the newest values.
+
+    Raises:
+        DiLoCoError: the run that is there cannot be gone on with.
+        ConfigError: there is no such checkpoint to go back to.
     """
 
-    def __init__(self, config: SyncerConfig, links: SyncerLinks, run_directory: RunDirectory) -> None:
+    def __init__(
+        self,
+        config: SyncerConfig,
+        links: SyncerLinks,
+        run_directory: RunDirectory,
+        *,
+        go_back_to: int | None = None,
+    ) -> None:
         self.config = config
         self._links = links
         self._directory = run_directory
         self._stopping = threading.Event()
         self._start = time.monotonic()
-        self._saved = latest_run(run_directory)
+        self._go_back_to = go_back_to
+        self._saved = latest_run(run_directory) if go_back_to is None else joint_run(run_directory, go_back_to)
         if self._saved is None:
             before, self.has_ended = last_incarnation(run_directory.tape), False
         else:
-            history = self._saved.history(run_directory.tape)
+            history = self._saved.history(run_directory.tape, go_back=go_back_to is not None)
             before, self.has_ended = history.incarnation, history.finished
         self._incarnation = before + 1
         self._tape: Tape  # from `run` on
@@ -83,6 +97,11 @@ class Syncer:
     def stop(self) -> None:
         """End ``run`` soon: it writes the values it has and returns. May be called from a signal handler."""
         self._stopping.set()
+
+    @property
+    def learner_checkpoints(self) -> dict[str, str]:
+        """Where each learner has saved its part of the checkpoint that is gone back to, on its own machine."""
+        return self._saved.facts.learner_checkpoints if self._saved is not None else {}
 
     @property
     def stopping(self) -> bool:
@@ -170,7 +189,13 @@ class Syncer:
         return Run(terms, self._links, self._tape, self._directory, incarnation=self._incarnation)
 
     def _resume(self, saved: SavedRun) -> Run:
-        run = Run(saved.terms, self._links, self._tape, self._directory, incarnation=self._incarnation, saved=saved)
+        go_back = self._go_back_to is not None
+        if go_back:
+            put_newer_aside(self._directory, saved.checkpoint.outer_step)
+        history = saved.history(self._directory.tape, go_back=go_back)
+        run = Run(
+            saved.terms, self._links, self._tape, self._directory, incarnation=self._incarnation, saved=(saved, history)
+        )
         run.dispatch(ev.Tick())
         return run
 
