@@ -77,9 +77,9 @@ class Run:
         self._all: list[Process] = []
         self.start_syncer()
 
-    def start_syncer(self) -> None:
+    def start_syncer(self, *flags: str) -> None:
         """The first one, or one that goes on after the last has ended."""
-        self.syncer = Process(self._syncer_command, self.path / "syncer.log", self._mark())
+        self.syncer = Process([*self._syncer_command, *flags], self.path / "syncer.log", self._mark())
         self._all.append(self.syncer)
 
     def status(self) -> dict[str, Any]:

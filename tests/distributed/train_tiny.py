@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--order_seed", type=int, default=1)
     parser.add_argument("--model_seed", type=int, default=0)
     parser.add_argument("--hidden_size", type=int, default=16)
+    parser.add_argument("--resume_from", default=None)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     options = parser.parse_args()
     log = logging.FileHandler(options.result.with_suffix(".debug"))
@@ -74,7 +75,7 @@ def main() -> None:
         train_dataset=dataset(options.data_seed),
         callbacks=[Pace(options.step_seconds), DiLoCoCallback(DiLoCoPlugin())],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=options.resume_from)
     values = {name: parameter.detach() for name, parameter in network.named_parameters()}
     torch.save(values, options.result.with_suffix(".pt"))
     torch.save(start, options.result.with_suffix(".start.pt"))

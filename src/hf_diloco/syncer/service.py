@@ -20,7 +20,7 @@ from hf_diloco.links.base import LinkDown, LinkEvent, Received, SyncerLinks
 from hf_diloco.syncer.roster import Terms
 from hf_diloco.syncer.run import Run
 from hf_diloco.syncer.run_directory import RunDirectory
-from hf_diloco.syncer.saved_run import SavedRun, joint_run, last_incarnation, latest_run
+from hf_diloco.syncer.saved_run import SavedRun, joint_run, last_incarnation, latest_run, put_newer_aside
 from hf_diloco.syncer.tape import Tape
 
 logger = logging.getLogger(__name__)
