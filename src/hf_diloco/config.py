@@ -178,9 +178,14 @@ class DiLoCoPlugin:
             )
         try:
             with open(self.token_file, encoding="utf-8") as file:
-                return file.read().strip()
+                token = file.read().strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"token_file={self.token_file!r} cannot be read: {error}") from error
+        if not token:
+            raise ConfigError(
+                f"token_file={self.token_file!r} is empty. Copy it from the syncer's run directory again."
+            )
+        return token
 
     @property
     def address(self) -> tuple[str, int]:

@@ -79,9 +79,13 @@ def test_every_setting_has_a_flag_with_its_own_help(hf_diloco, command):
         (["launch", "--num-learners", "2", "--wire-format", "fp8", "SCRIPT"], "wire_format='fp8'"),
         (["launch", "--num-learners", "2", "--outer-lr", "fast", "SCRIPT"], "--outer-lr"),
         (["launch", "--num-learners", "2", "--run-dir", "USED", "SCRIPT"], "choose another --run-dir"),
+        (["launch", "--num-learners", "2", "--expected-learners", "3", "SCRIPT"], "--expected-learners 3 is above"),
+        (["launch", "--num-learners", "2", "--run-dir", "train.py", "SCRIPT"], "is no directory"),
         (["syncer", "--run-dir", "a"], "--listen"),
         (["syncer", "--listen", "here", "--run-dir", "a"], "'here' is not an address"),
         (["syncer", "--listen", "127.0.0.1:99999", "--run-dir", "a"], "not an address"),
+        (["syncer", "--listen", "192.0.2.1:0", "--run-dir", "a"], "cannot listen at 192.0.2.1:0"),
+        (["syncer", "--listen", "no-such-host.invalid:0", "--run-dir", "a"], "cannot listen at no-such-host.invalid:0"),
         (["syncer", "--listen", "127.0.0.1:0", "--run-dir", "a", "--min-quorum", "0"], "min_quorum=0 is out of range"),
         (["syncer", "--listen", "127.0.0.1:0", "--run-dir", "USED"], "choose another --run-dir"),
         (["syncer", "--listen", "127.0.0.1:0", "--run-dir", "BEGUN", "--outer-lr", "0.5"], "outer_lr=0.7, not 0.5"),
@@ -92,6 +96,7 @@ def test_wrong_use_is_said_and_exits_with_2(hf_diloco, tmp_path, monkeypatch, wo
     (tmp_path / "train.py").write_text("")
     for name in ("used", "begun"):
         RunDirectory(name).tape.write_text("{}\n")
+        (RunDirectory(name).checkpoints / "step-00000001").mkdir()
     RunDirectory("begun").config.write_text(json.dumps(config_to_dict(SyncerConfig())))
     names = {"SCRIPT": "train.py", "USED": "used", "BEGUN": "begun"}
     code, out, err = hf_diloco(*(names.get(word, word) for word in words))
@@ -101,9 +106,8 @@ def test_wrong_use_is_said_and_exits_with_2(hf_diloco, tmp_path, monkeypatch, wo
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_unwritable_run_directory_exits_with_1(hf_diloco, tmp_path):
-    (tmp_path / "file").write_text("")
-    code, _, err = hf_diloco("syncer", "--listen", "127.0.0.1:0", "--run-dir", tmp_path / "file" / "a")
+def test_an_unwritable_run_directory_exits_with_1(hf_diloco):
+    code, _, err = hf_diloco("syncer", "--listen", "127.0.0.1:0", "--run-dir", "/proc/a")
     assert code == 1
     assert "cannot be written" in err
     assert "Traceback" not in err
@@ -174,12 +178,34 @@ def test_export_overwrites_only_with_force(hf_diloco, tmp_path):
     code, _, err = hf_diloco("export", tmp_path / "run", out)
     assert code == 2
     assert "is not empty" in err
-    assert (out / "mine.txt").exists()
+    code, _, err = hf_diloco("export", tmp_path / "run", out, "--force")
+    assert code == 2
+    assert "was not written by hf-diloco" in err
+    (out / "mine.txt").unlink()
+    assert hf_diloco("export", tmp_path / "run", out)[0] == 0
     assert hf_diloco("export", tmp_path / "run", out, "--force")[0] == 0
     assert exported(out) == 9
     code, _, err = hf_diloco("export", tmp_path / "run", out / "model.safetensors", "--force")
     assert code == 2
     assert "is a file" in err
+
+
+@pytest.mark.filterwarnings("ignore:the architecture")
+def test_export_replaces_nothing_but_an_exported_model(hf_diloco, tmp_path):
+    directory = RunDirectory(tmp_path / "box" / "run")
+    checkpoint(directory, 9)
+    (tmp_path / "box" / "notes.txt").write_text("mine")
+    for out in (directory.path, directory.checkpoints, directory.path / "new", tmp_path / "box"):
+        code, _, err = hf_diloco("export", directory.path, out, "--force")
+        assert code == 2, out
+        assert "is, holds or lies in the run directory" in err
+    assert hf_diloco("export", directory.path, directory.model)[0] == 0
+    (tmp_path / "mine" / "sub").mkdir(parents=True)
+    code, _, err = hf_diloco("export", directory.path, tmp_path / "mine", "--force")
+    assert code == 2
+    assert "holds sub: --force replaces exported models only" in err
+    assert (tmp_path / "box" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "mine" / "sub").is_dir()
 
 
 def test_export_says_which_file_is_broken(hf_diloco, tmp_path):

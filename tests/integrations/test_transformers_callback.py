@@ -66,7 +66,13 @@ class ScriptedLearner:
         self.calls.append("restore")
         self._fill()
 
-    def leave(self, reason):
+    def starts_over(self):
+        return False
+
+    def take_save_wanted(self):
+        return None
+
+    def leave(self, reason, *, drain_seconds=0.0):
         self.calls.append(f"leave: {reason}")
 
     def close(self):
@@ -339,7 +345,8 @@ def test_early_stopping_leaves_and_keeps_the_local_model(tmp_path, scripted, cap
         eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
         metric_for_best_model="loss", learning_rate=0.0,
     )  # fmt: skip
-    with caplog.at_level(logging.INFO, "hf_diloco"):
+    ended_early = pytest.warns(DiLoCoWarning, match="ended early at this learner: what it had done is merged")
+    with caplog.at_level(logging.INFO, "hf_diloco"), ended_early:
         trainer.train()
     steps = trainer.state.global_step
     assert steps < 50

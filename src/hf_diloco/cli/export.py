@@ -10,6 +10,8 @@ import typer
 from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.syncer.run_directory import RunDirectory
 
+_MODEL_SUFFIXES = (".json", ".jinja", ".md", ".model", ".safetensors", ".txt")
+
 
 def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory of the syncer.")],
@@ -24,8 +26,7 @@ def export(
     directory = RunDirectory(run_dir, create=False)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file; give a directory.")
-    if out.is_dir() and any(out.iterdir()) and not force:
-        raise ConfigError(f"{out} is not empty. Give another directory, or --force to replace it.")
+    _refuse_to_lose(directory, out, force)
 
     from hf_diloco.syncer.checkpoint import checkpoint_paths, load_checkpoint
     from hf_diloco.syncer.export import export_model
@@ -48,3 +49,19 @@ def export(
     facts = {"outer steps": outer_step, "merges": found.facts.num_merges}
     export_model(found.tensors(), found.constants, found.checkpoint.files, out, facts)
     typer.echo(f"The model of outer step {outer_step} is in {out}")
+
+
+def _refuse_to_lose(directory: RunDirectory, out: Path, force: bool) -> None:
+    """``export`` replaces OUT: nothing but an exported model may be lost by that."""
+    target = out.resolve()
+    own = target == directory.model.resolve()
+    if not own and (target == directory.path or target in directory.path.parents or directory.path in target.parents):
+        raise ConfigError(f"{out} is, holds or lies in the run directory {directory.path}; give another directory.")
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    if not force:
+        raise ConfigError(f"{out} is not empty. Give another directory, or --force to replace a model in it.")
+    foreign = [path.name for path in out.iterdir() if path.is_dir() or path.suffix not in _MODEL_SUFFIXES]
+    if foreign or not (out / "README.md").exists() or "hf-diloco" not in (out / "README.md").read_text():
+        what = f"holds {sorted(foreign)[0]}" if foreign else "was not written by hf-diloco"
+        raise ConfigError(f"{out} {what}: --force replaces exported models only. Give another directory.")

@@ -47,11 +47,16 @@ def launch(
     """  # fmt: skip
     settings = {"expected_learners": num_learners, "num_shards": num_learners, **settings}
     config = SyncerConfig(**settings)
+    if config.expected_learners > num_learners:
+        raise ConfigError(
+            f"--expected-learners {config.expected_learners} is above --num-learners {num_learners}: nobody would "
+            "train before more learners are started by hand. Leave it away, or start the syncer alone: hf-diloco syncer."
+        )
     directory = RunDirectory(run_dir or Path("runs") / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
     with directory:  # refuses one that is in use before anything in it is touched
-        if directory.has_run:
+        if any(directory.checkpoints.iterdir()):
             raise ConfigError(
-                f"the run directory {directory.path} already holds the tape of an earlier run; choose another "
+                f"the run directory {directory.path} already holds an earlier run; choose another "
                 "--run-dir, or go on with it: --resume."
             )
         directory.status.unlink(missing_ok=True)

@@ -28,6 +28,8 @@ from hf_diloco.links.base import LearnerLink
 
 logger = logging.getLogger(__name__)
 
+_DRAIN_SECONDS = 15.0  # for what a learner that leaves has done to be merged
+
 
 class DiLoCoCallback(TrainerCallback):
     """Makes a Trainer one learner of a Decoupled DiLoCo run.
@@ -180,6 +182,13 @@ class DiLoCoCallback(TrainerCallback):
         if not self._has_ended:
             if control.should_training_stop:
                 self._leave("training ended early at this learner")
+                warnings.warn(
+                    "training ended early at this learner: what it had done is merged, and the others go on. Its model "
+                    "keeps its local parameters. The global ones are in the syncer's run directory when the run has "
+                    "ended (`model`), or by `hf-diloco export` before.",
+                    DiLoCoWarning,
+                    stacklevel=2,
+                )
             else:  # the data ran out
                 self._finish()
         if self._holds_global and args.load_best_model_at_end and state.best_model_checkpoint:
@@ -231,7 +240,7 @@ class DiLoCoCallback(TrainerCallback):
         assert self._learner is not None
         self._has_ended = True
         logger.info("%s leaves the run (%s); its model keeps the local parameters", self._identity(), reason)
-        self._learner.leave(reason)
+        self._learner.leave(reason, drain_seconds=_DRAIN_SECONDS)
 
     def _end(self) -> None:
         """Remove the hooks and close the link. Idempotent."""

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_diloco.core.messages import Message, from_wire, to_wire
-from hf_diloco.errors import MessageError, UnsupportedError
+from hf_diloco.errors import ConfigError, MessageError, UnsupportedError
 from hf_diloco.links import handshake
 from hf_diloco.links.base import LinkDown, LinkEvent, LinkUp, check_payload
 from hf_diloco.links.buffers import BufferPool
@@ -83,7 +83,7 @@ class RpcSyncerLinks:
         """Listen. Returns when learners can link.
 
         Raises:
-            OSError: the address cannot be listened at.
+            ConfigError: the address cannot be listened at.
             UnsupportedError: this torch release cannot be served.
         """
         if self._loop is not None or self._is_over:
@@ -384,5 +384,8 @@ def _listen(host: str, port: int) -> socket.socket:
             return socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
             if error.errno != 98 or port == 0 or time.monotonic() > deadline:  # EADDRINUSE
-                raise OSError(error.errno, f"cannot listen at {_join(host, port)}: {error.strerror}") from error
+                raise ConfigError(
+                    f"cannot listen at {_join(host, port)}: {error.strerror}. Choose a free port (0: any) and an address "
+                    "of this machine (0.0.0.0: all of them)."
+                ) from error
             time.sleep(0.1)

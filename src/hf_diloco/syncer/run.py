@@ -98,8 +98,9 @@ class Run:
 
     @property
     def outer_step(self) -> int:
-        """t."""
-        return self.rounds.outer_step
+        """t; the last merges, after all have finished, count as the last step."""
+        assert self.terms.config.total_steps is not None
+        return min(self.rounds.outer_step, self.terms.config.total_steps)
 
     # ------------------------------------------------------------------------------------------ what learners say
 
@@ -167,7 +168,7 @@ class Run:
             incarnation=self.rounds.incarnation,
             num_fragments=config.num_fragments,
             sync_every=config.sync_every,
-            outer_step=self.rounds.outer_step,
+            outer_step=self.outer_step,
             total_steps=config.total_steps,
             on_arrival=config.on_arrival,
             local_mix=config.local_mix,
@@ -370,7 +371,7 @@ class Run:
         self._last_participants = sorted(participant["learner_id"] for participant in participants)
         logger.info(
             "[syncer · step %d] fragment %d merged from learners %s",
-            action.version.outer_step, action.fragment_index, self._last_participants,
+            self.outer_step, action.fragment_index, self._last_participants,
         )  # fmt: skip
         self._events.append(ev.Merged(round=action.round))
 
@@ -476,9 +477,7 @@ class Run:
         moved = [self._links.bytes_moved(learner_id) for learner_id in self._accounts]
         return {
             "state": self._state_word(),
-            "outer_step": min(
-                self.outer_step, self.terms.config.total_steps or self.outer_step
-            ),  # the last merges: T + 1
+            "outer_step": self.outer_step,
             "total_steps": self.terms.config.total_steps,
             "num_fragments": self.terms.config.num_fragments,
             "effective_sync_every": round(self.rounds.effective_sync_every, 1),

@@ -55,6 +55,8 @@ class RunDirectory:
             probe = self.path / f".probe-{os.getpid()}"  # a full or read-only file system shows only when written to
             probe.write_bytes(b"x")
             probe.unlink()
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(f"--run-dir {self.path} is no directory: {error}. Choose another.") from error
         except OSError as error:
             raise DiLoCoError(
                 f"the run directory {self.path} cannot be written: {error}. Choose another --run-dir, or make room."
