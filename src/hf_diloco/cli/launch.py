@@ -50,7 +50,7 @@ def launch(
     if config.expected_learners > num_learners:
         raise ConfigError(
             f"--expected-learners {config.expected_learners} is above --num-learners {num_learners}: nobody would "
-            "train before more learners are started by hand. Leave it away, or start the syncer alone: hf-diloco syncer."
+            "train before more are started by hand. Leave it away, or start the syncer alone: hf-diloco syncer."
         )
     directory = RunDirectory(run_dir or Path("runs") / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
     with directory:  # refuses one that is in use before anything in it is touched

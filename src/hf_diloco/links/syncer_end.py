@@ -385,7 +385,7 @@ def _listen(host: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno != 98 or port == 0 or time.monotonic() > deadline:  # EADDRINUSE
                 raise ConfigError(
-                    f"cannot listen at {_join(host, port)}: {error.strerror}. Choose a free port (0: any) and an address "
-                    "of this machine (0.0.0.0: all of them)."
+                    f"cannot listen at {_join(host, port)}: {error.strerror}. Choose a free port (0: any) and an "
+                    "address of this machine (0.0.0.0: all of them)."
                 ) from error
             time.sleep(0.1)
