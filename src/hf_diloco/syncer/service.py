@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_diloco.config import SyncerConfig, config_to_dict
 from hf_diloco.core import events as ev
 from hf_diloco.core import messages as ms
-from hf_diloco.errors import ConfigError, MessageError
+from hf_diloco.errors import ConfigError, DiLoCoError, MessageError
 from hf_diloco.links.base import LinkDown, LinkEvent, Received, SyncerLinks
 from hf_diloco.syncer.roster import Terms
 from hf_diloco.syncer.run import Run
@@ -146,6 +146,11 @@ class Syncer:
             except MessageError as error:
                 self._refuse(event.learner_id, str(error))
                 self._links.drop(event.learner_id, str(error))
+            except DiLoCoError:
+                raise
+            except Exception as error:  # one learner's message must not end the run of all
+                logger.exception("[syncer] a message of learner %d could not be handled", event.learner_id)
+                self._links.drop(event.learner_id, f"the syncer could not handle a message: {error!r}")
             finally:
                 event.release()
         elif isinstance(event, LinkDown) and self._run is not None:
