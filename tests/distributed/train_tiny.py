@@ -19,11 +19,14 @@ from hf_diloco.core.codec import digest
 class Pace(TrainerCallback):
     """No inner step takes less than this: several learners on two cores then do not fight for them."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, hang_at_step: int, hang_seconds: float) -> None:
         self._seconds = seconds
+        self._hang_at_step, self._hang_seconds = hang_at_step, hang_seconds
         self._until = 0.0
 
-    def on_step_begin(self, *args, **kwargs) -> None:
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        if state.global_step == self._hang_at_step:
+            time.sleep(self._hang_seconds)
         time.sleep(max(self._until - time.monotonic(), 0.0))
         self._until = time.monotonic() + self._seconds
 
@@ -55,6 +58,8 @@ def main() -> None:
     parser.add_argument("--order_seed", type=int, default=1)
     parser.add_argument("--model_seed", type=int, default=0)
     parser.add_argument("--hidden_size", type=int, default=16)
+    parser.add_argument("--hang_at_step", type=int, default=-1)
+    parser.add_argument("--hang_seconds", type=float, default=0.0)
     parser.add_argument("--resume_from", default=None)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     options = parser.parse_args()
@@ -73,7 +78,10 @@ def main() -> None:
         model=network,
         args=arguments,
         train_dataset=dataset(options.data_seed),
-        callbacks=[Pace(options.step_seconds), DiLoCoCallback(DiLoCoPlugin())],
+        callbacks=[
+            Pace(options.step_seconds, options.hang_at_step, options.hang_seconds),
+            DiLoCoCallback(DiLoCoPlugin()),
+        ],
     )
     trainer.train(resume_from_checkpoint=options.resume_from)
     values = {name: parameter.detach() for name, parameter in network.named_parameters()}
