@@ -197,7 +197,7 @@ class Run:
         self._readers[data_digest] = -1  # said once
         text = (
             f"learners {other} and {learner_id} read the same training data in the same order, so the second adds "
-            "nothing. Give each its own part: shard_dataset(dataset), or another data_seed in its training arguments."
+            "nothing. Give each its own part: train_dataset=shard_dataset(dataset) in the training script."
         )
         logger.warning("[syncer · step %d] %s", self.outer_step, text)
         self._tape.write("warning", learner_ids=[other, learner_id], text=text)
