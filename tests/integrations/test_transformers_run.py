@@ -81,6 +81,7 @@ def test_two_trainers_end_with_the_model_of_the_syncer(run):
     assert first.args.output_dir != second.args.output_dir
 
 
+@pytest.mark.filterwarnings("ignore:training ended early at this learner")
 def test_a_learner_that_stops_early_leaves_and_the_other_goes_on(run):
     class StopAt(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -96,6 +97,9 @@ def test_a_learner_that_stops_early_leaves_and_the_other_goes_on(run):
     assert not all(torch.equal(parameter, values[name]) for name, parameter in first.model.named_parameters())
     reasons = [line["reason"] for line in run.lines("leave") if line["learner_id"] == 0]
     assert "training ended early at this learner" in reasons
+    row = run.syncer.status()["learners"][0]
+    assert row["tokens_merged"] == pytest.approx(row["tokens_trained"], abs=1)
+    assert row["tokens_trained"] > 0
 
 
 def test_merged_tokens_are_trained_tokens(run):
