@@ -24,7 +24,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "learner": {"errors", "core", "config", "links"},
     "integrations": {"errors", "core", "config", "links", "learner"},
     "simulate": {"errors", "core", "config"},
-    "cli": {"errors", "core", "config", "links", "syncer", "learner", "integrations", "simulate"},
+    "chaos": {"errors", "core", "config", "links", "syncer", "learner", "integrations"},
+    "cli": {"errors", "core", "config", "links", "syncer", "learner", "integrations", "simulate", "chaos"},
 }
 IMPURE = ("time", "threading", "os", "logging", "torch.distributed", "socket", "subprocess", "asyncio", "random")
 MODULES = sorted(SOURCE.rglob("*.py"))

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 import hf_diloco
+from hf_diloco.cli.chaos import chaos
 from hf_diloco.cli.export import export
 from hf_diloco.cli.launch import launch
 from hf_diloco.cli.syncer import syncer
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command(no_args_is_help=True, context_settings={"allow_interspersed_args": False})(launch)
 app.command(no_args_is_help=True)(syncer)
 app.command(no_args_is_help=True)(export)
+app.command(context_settings={"allow_interspersed_args": False})(chaos)
 
 
 def _show_version(wanted: bool) -> None:

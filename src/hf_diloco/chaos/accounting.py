@@ -1,0 +1,208 @@
+"""Where every token went: merged once, lost with a killed process, overwritten, or held; from tape and witnesses alone.
+
+Within one learner process (incarnation) and one fragment, the updates that were merged must cover the learner's steps
+one after the other: the first one its steps 1 to a, the second a + 1 to b, and so on; nothing twice, nothing left out
+but what the learner overwrote and wrote down. Each must carry exactly the tokens that the learner's witness saw in
+those steps. What lies behind the last one is held, or was lost if the process is gone.
+
+Pure functions over the lines of :func:`hf_diloco.syncer.tape.read_tape` and of :mod:`hf_diloco.chaos.witness`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+Line = Mapping[str, Any]
+
+
+@dataclass
+class Trained:
+    """What one learner process did, by its witness."""
+
+    learner_id: int
+    incarnation: str
+    tokens: list[int] = field(default_factory=list)  # of each step
+    applied: dict[int, list[Line]] = field(default_factory=lambda: defaultdict(list))  # by fragment, in order
+    finished: bool = False  # it holds the final values
+
+
+@dataclass
+class Account:
+    """Tokens of one learner process: a mean over the fragments, but ``trained``."""
+
+    learner_id: int
+    incarnation: str
+    trained: int
+    merged: float
+    overwritten: float
+    unmerged: float  # held if it finished or lives, lost if it was killed
+    finished: bool
+
+
+@dataclass
+class Books:
+    """All accounts, and whatever does not add up."""
+
+    accounts: list[Account]
+    errors: list[str]
+
+    @property
+    def trained(self) -> int:
+        """Tokens trained by all."""
+        return sum(account.trained for account in self.accounts)
+
+    @property
+    def merged(self) -> float:
+        """Tokens merged, each once."""
+        return sum(account.merged for account in self.accounts)
+
+    @property
+    def overwritten(self) -> float:
+        """Tokens that learners overwrote (and wrote down)."""
+        return sum(account.overwritten for account in self.accounts)
+
+    @property
+    def lost(self) -> float:
+        """Tokens that went with processes that did not live to the end."""
+        return sum(account.unmerged for account in self.accounts if not account.finished)
+
+    @property
+    def held(self) -> float:
+        """Tokens that processes which came to the end of the run still had."""
+        return sum(account.unmerged for account in self.accounts if account.finished)
+
+
+def read_witness(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a witness; none if it has not begun."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1] if line]
+
+
+def valid_rounds(tape: Sequence[Line]) -> list[Line]:
+    """The merges that count."""
+    return [line for line in tape if line["kind"] == "round"]
+
+
+def keep_books(tape: Sequence[Line], witnesses: Mapping[int, Sequence[Line]]) -> Books:
+    """Hold the tape against what the witnesses saw.
+
+    Args:
+        tape: of the syncer, from the beginning of the run.
+        witnesses: lines by learner.
+    """
+    rounds = valid_rounds(tape)
+    everybody = {one.incarnation: one for learner_id, lines in witnesses.items() for one in _trained(learner_id, lines)}
+    errors = [*_merged_twice(rounds), *_versions_that_go_back(rounds, everybody.values())]
+    updates: dict[tuple[str, int], dict[str, Line]] = defaultdict(dict)
+    for round in rounds:
+        for participant in round["participants"]:
+            incarnation = participant["update_id"].partition("/")[0]
+            updates[incarnation, round["fragment_index"]][participant["update_id"]] = participant
+    for incarnation in sorted({incarnation for incarnation, _ in updates} - everybody.keys()):
+        errors.append(f"updates of {incarnation} were merged, a process that no witness knows")
+    num_fragments = next((line["num_fragments"] for line in tape if line["kind"] == "layout"), 1)
+    accounts = []
+    for one in everybody.values():
+        account, wrong = _settle(one, [updates.get((one.incarnation, index), {}) for index in range(num_fragments)])
+        accounts.append(account)
+        errors += wrong
+    return Books(accounts, errors)
+
+
+def _trained(learner_id: int, lines: Iterable[Line]) -> list[Trained]:
+    found: dict[str, Trained] = {}
+    for line in lines:
+        if not line["incarnation"]:
+            continue
+        one = found.setdefault(line["incarnation"], Trained(learner_id, line["incarnation"]))
+        if line["kind"] == "step":
+            one.tokens.append(line["tokens"])
+        elif line["kind"] == "applied":
+            one.applied[line["fragment_index"]].append(line)
+        elif line["kind"] == "finished":
+            one.finished = bool(line["holds_global"])
+    return list(found.values())
+
+
+def _merged_twice(rounds: Iterable[Line]) -> list[str]:
+    counts = Counter(
+        (participant["update_id"], round["fragment_index"]) for round in rounds for participant in round["participants"]
+    )
+    return [
+        f"update {update_id} of fragment {index} was merged {count} times"
+        for (update_id, index), count in counts.items()
+        if count > 1
+    ]
+
+
+def _versions_that_go_back(rounds: Iterable[Line], everybody: Iterable[Trained]) -> list[str]:
+    """On the tape, and as each learner saw them."""
+    errors = []
+    seen: dict[int, list[Any]] = defaultdict(list)
+    for round in rounds:
+        seen[round["fragment_index"]].append(round["version"])
+    views = [("the tape", seen)]
+    for one in everybody:
+        applied = {index: [line["version"] for line in lines] for index, lines in one.applied.items()}
+        views.append((f"learner {one.learner_id}", applied))
+    for who, by_fragment in views:
+        for index, versions in by_fragment.items():
+            for before, after in pairwise(versions):
+                if after <= before:
+                    errors.append(f"fragment {index} went from version {before} to {after} at {who}")
+    return errors
+
+
+def _settle(one: Trained, updates: Sequence[Mapping[str, Line]]) -> tuple[Account, list[str]]:
+    """The account of one process; ``updates``: its merged ones, by fragment and id."""
+    total = [0, *accumulate(one.tokens)]
+    merged = overwritten = unmerged = 0.0
+    errors: list[str] = []
+    for index, mine in enumerate(updates):
+        position = 0  # steps settled so far
+        unseen = dict(mine)
+        where = f"learner {one.learner_id} ({one.incarnation}), fragment {index}"
+
+        def settle(update: Line, position: int = 0, where: str = where) -> int:
+            """The steps that are settled with this update too."""
+            end = position + int(update["steps"])
+            if end >= len(total):
+                errors.append(f"{where}: {update['update_id']} reaches to step {end} of {len(total) - 1}")
+                end = len(total) - 1
+            if total[end] - total[position] != update["tokens"]:
+                errors.append(
+                    f"{where}: {update['update_id']} has {update['tokens']} tokens for steps {position + 1} to {end}, "
+                    f"in which {total[end] - total[position]} were trained"
+                )
+            return end
+
+        for line in one.applied.get(index, []):
+            if line["merged"]:
+                update = unseen.pop(line["merged"], None)
+                if update is None:
+                    errors.append(f"{where}: it took {line['merged']} for merged, the tape does not")
+                else:
+                    position = settle(update, position)
+                    merged += update["tokens"]
+            if line["overwritten_steps"]:
+                end = min(position + line["overwritten_steps"], len(total) - 1)
+                overwritten += total[end] - total[position]
+                position = end
+        if len(unseen) > 1:  # it is not asked again before it has applied what merged it
+            errors.append(f"{where}: {len(unseen)} updates were merged that it never knew of: {', '.join(unseen)}")
+        for update in unseen.values():
+            position = settle(update, position)
+            merged += update["tokens"]
+        unmerged += total[-1] - total[position]
+    count = max(len(updates), 1)
+    account = Account(
+        one.learner_id, one.incarnation, total[-1], merged / count, overwritten / count, unmerged / count, one.finished
+    )
+    return account, errors
