@@ -50,7 +50,7 @@ def hf_diloco(monkeypatch, capsys):
 def test_help_names_the_commands(hf_diloco):
     code, out, _ = hf_diloco("--help")
     assert code == 0
-    for command in ("launch", "syncer", "export"):
+    for command in ("launch", "syncer", "export", "chaos"):
         assert command in out
 
 
@@ -58,7 +58,7 @@ def test_version(hf_diloco):
     assert hf_diloco("--version") == (0, "hf-diloco 0.1.0\n", "")
 
 
-@pytest.mark.parametrize("command", ["launch", "syncer"])
+@pytest.mark.parametrize("command", ["launch", "syncer", "chaos"])
 def test_every_setting_has_a_flag_with_its_own_help(hf_diloco, command):
     code, out, _ = hf_diloco(command, "--help")
     assert code == 0
