@@ -71,6 +71,29 @@ def test_every_token_has_its_place():
     assert (found.trained, found.merged, found.lost, found.held) == (59, 46.5, 12.5, 0.0)
 
 
+def restart(tape: Lines, *, reporters: tuple[int, ...]) -> None:
+    """After the round of fragment 0, version 3, the syncer dies; the next one goes on from what was before that."""
+    tape[4:4] = [
+        {"kind": "start", "seconds": 0.0, "incarnation": 2, "time": 0.0},
+        *({"kind": "join", "seconds": 0.0, "learner_id": who, "incarnation": "x"} for who in reporters),
+        {"kind": "recovered", "seconds": 0.0, "fragments": [{"adopted": [1, 1]}, {"adopted": [1, 2]}]},
+    ]
+
+
+def test_a_merge_that_went_with_the_syncer_is_void():
+    def lose(tape: Lines, witnesses: dict[int, Lines]) -> None:
+        restart(tape, reporters=(1,))
+
+    found = books(lose)
+    assert found.errors == []
+    accounts = {account.incarnation: account for account in found.accounts}
+    assert (accounts["a"].merged, accounts["a"].voided) == (26.0, 6.0)  # it was away, and held what was lost
+    assert (accounts["b"].merged, accounts["b"].unmerged) == (2.5, 17.5)  # it had not been told
+
+    (error,) = books(lambda tape, witnesses: restart(tape, reporters=(0, 1))).errors
+    assert "it had applied the merge of a/1.3 and said so, yet that is void" in error
+
+
 def test_what_was_overwritten_is_no_gap():
     def overwrite(tape: Lines, witnesses: dict[int, Lines]) -> None:
         tape[3]["participants"].pop(0)
@@ -106,7 +129,7 @@ def go_back(tape: Lines, _: object) -> None:
 
 
 def go_back_at_a_learner(_: object, witnesses: dict[int, Lines]) -> None:
-    witnesses[0][7]["version"] = [1, 1]
+    witnesses[0][7]["version"] = [1, 0]
 
 
 def invent_a_process(tape: Lines, _: object) -> None:
@@ -125,8 +148,8 @@ def merge_behind_its_back(tape: Lines, witnesses: dict[int, Lines]) -> None:
         (skip_a_step, r"a/1.3 has 12 tokens for steps 2 to 2, in which 10 were trained"),
         (forget_a_merge, r"it took a/1.1 for merged, the tape does not"),
         (invent_steps, r"c/1.5 reaches to step 9 of 1"),
-        (go_back, r"fragment 0 went from version \[1, 3\] to \[1, 3\] at the tape"),
-        (go_back_at_a_learner, r"fragment 0 went from version \[1, 1\] to \[1, 1\] at learner 0"),
+        (go_back, r"fragment 0 went from version \[1, 3\] to \[1, 3\] on the tape"),
+        (go_back_at_a_learner, r"fragment 0 went from version \[1, 1\] to \[1, 0\] at learner 0"),
         (invent_a_process, r"updates of x were merged, a process that no witness knows"),
         (merge_behind_its_back, r"fragment 0: 2 updates were merged that it never knew of: a/1.1, a/1.3"),
     ],

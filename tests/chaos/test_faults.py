@@ -52,8 +52,8 @@ def test_kinds_are_chosen_by_name():
     assert choose([]) == STORM
     assert choose(["kill:gateway", "cut"]) == (("kill", "gateway"), ("cut", "learner"))
     assert set(choose(["kill"])) == {pair for pair in STORM if pair[0] == "kill"}
-    assert choose(["broken_checkpoint"]) == (("broken_checkpoint", "syncer"),)
-    with pytest.raises(ConfigError, match=r"no fault 'flood'; there are kill:learner, .*clock_jump"):
+    assert choose(["kill:rank"]) == (("kill", "rank"),)
+    with pytest.raises(ConfigError, match=r"no fault 'flood'; there are kill:learner, .*clock_jump:syncer"):
         choose(["flood"])
     with pytest.raises(ConfigError, match="no fault 'cut:syncer'"):
         choose(["cut:syncer"])

@@ -1,4 +1,4 @@
-"""Where every token went: merged once, lost with a killed process, overwritten, or held; from tape and witnesses alone.
+"""Where every token went: merged once, lost with a killed process, overwritten, or held; from tape and witnesses.
 
 Within one learner process (incarnation) and one fragment, the updates that were merged must cover the learner's steps
 one after the other: the first one its steps 1 to a, the second a + 1 to b, and so on; nothing twice, nothing left out
@@ -41,6 +41,7 @@ class Account:
     trained: int
     merged: float
     overwritten: float
+    voided: float  # merged and applied, by a syncer that died and whose successor knew nothing of it
     unmerged: float  # held if it finished or lives, lost if it was killed
     finished: bool
 
@@ -68,6 +69,11 @@ class Books:
         return sum(account.overwritten for account in self.accounts)
 
     @property
+    def voided(self) -> float:
+        """Tokens of merges that went with a syncer, while the only learners that had them were away."""
+        return sum(account.voided for account in self.accounts)
+
+    @property
     def lost(self) -> float:
         """Tokens that went with processes that did not live to the end."""
         return sum(account.unmerged for account in self.accounts if not account.finished)
@@ -85,9 +91,36 @@ def read_witness(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().split("\n")[:-1] if line]
 
 
-def valid_rounds(tape: Sequence[Line]) -> list[Line]:
-    """The merges that count."""
-    return [line for line in tape if line["kind"] == "round"]
+@dataclass
+class Merges:
+    """The merges on a tape that count, and those that do not: made by a syncer that died before anybody had them."""
+
+    valid: list[Line] = field(default_factory=list)
+    void: dict[tuple[str, int], Line] = field(default_factory=dict)  # participant, by its update and fragment
+    # Learners that had told the next syncer what they hold: nothing they had applied may be void.
+    reporters: dict[tuple[str, int], set[int]] = field(default_factory=dict)
+
+
+def read_merges(tape: Iterable[Line]) -> Merges:
+    """All merges; where a syncer came back, those of before that are newer than what it goes on from are void."""
+    found = Merges()
+    reporters: set[int] = set()
+    for line in tape:
+        if line["kind"] == "start":
+            reporters = set()
+        elif line["kind"] == "join":
+            reporters.add(line["learner_id"])
+        elif line["kind"] == "round":
+            found.valid.append(line)
+        elif line["kind"] == "recovered":
+            adopted = [fragment["adopted"] for fragment in line["fragments"]]
+            void = [round for round in found.valid if round["version"] > adopted[round["fragment_index"]]]
+            found.valid = [round for round in found.valid if round["version"] <= adopted[round["fragment_index"]]]
+            for round in void:
+                for participant in round["participants"]:
+                    key = (participant["update_id"], round["fragment_index"])
+                    found.void[key], found.reporters[key] = participant, set(reporters)
+    return found
 
 
 def keep_books(tape: Sequence[Line], witnesses: Mapping[int, Sequence[Line]]) -> Books:
@@ -97,11 +130,11 @@ def keep_books(tape: Sequence[Line], witnesses: Mapping[int, Sequence[Line]]) ->
         tape: of the syncer, from the beginning of the run.
         witnesses: lines by learner.
     """
-    rounds = valid_rounds(tape)
+    merges = read_merges(tape)
     everybody = {one.incarnation: one for learner_id, lines in witnesses.items() for one in _trained(learner_id, lines)}
-    errors = [*_merged_twice(rounds), *_versions_that_go_back(rounds, everybody.values())]
+    errors = [*_merged_twice(merges.valid), *_versions_that_go_back(merges.valid, everybody.values())]
     updates: dict[tuple[str, int], dict[str, Line]] = defaultdict(dict)
-    for round in rounds:
+    for round in merges.valid:
         for participant in round["participants"]:
             incarnation = participant["update_id"].partition("/")[0]
             updates[incarnation, round["fragment_index"]][participant["update_id"]] = participant
@@ -110,7 +143,8 @@ def keep_books(tape: Sequence[Line], witnesses: Mapping[int, Sequence[Line]]) ->
     num_fragments = next((line["num_fragments"] for line in tape if line["kind"] == "layout"), 1)
     accounts = []
     for one in everybody.values():
-        account, wrong = _settle(one, [updates.get((one.incarnation, index), {}) for index in range(num_fragments)])
+        mine = [updates.get((one.incarnation, index), {}) for index in range(num_fragments)]
+        account, wrong = _settle(one, mine, merges)
         accounts.append(account)
         errors += wrong
     return Books(accounts, errors)
@@ -143,27 +177,28 @@ def _merged_twice(rounds: Iterable[Line]) -> list[str]:
 
 
 def _versions_that_go_back(rounds: Iterable[Line], everybody: Iterable[Trained]) -> list[str]:
-    """On the tape, and as each learner saw them."""
+    """On the tape, and as each learner saw them (which, told to start over, takes the same one again)."""
     errors = []
-    seen: dict[int, list[Any]] = defaultdict(list)
+    made: dict[int, list[Any]] = defaultdict(list)
     for round in rounds:
-        seen[round["fragment_index"]].append(round["version"])
-    views = [("the tape", seen)]
+        made[round["fragment_index"]].append(round["version"])
+    for index, versions in made.items():
+        errors += [_went_back(index, pair, "on the tape") for pair in pairwise(versions) if pair[1] <= pair[0]]
     for one in everybody:
-        applied = {index: [line["version"] for line in lines] for index, lines in one.applied.items()}
-        views.append((f"learner {one.learner_id}", applied))
-    for who, by_fragment in views:
-        for index, versions in by_fragment.items():
-            for before, after in pairwise(versions):
-                if after <= before:
-                    errors.append(f"fragment {index} went from version {before} to {after} at {who}")
+        for index, lines in one.applied.items():
+            pairs = pairwise(line["version"] for line in lines)
+            errors += [_went_back(index, pair, f"at learner {one.learner_id}") for pair in pairs if pair[1] < pair[0]]
     return errors
 
 
-def _settle(one: Trained, updates: Sequence[Mapping[str, Line]]) -> tuple[Account, list[str]]:
+def _went_back(index: int, pair: tuple[Any, Any], where: str) -> str:
+    return f"fragment {index} went from version {pair[0]} to {pair[1]} {where}"
+
+
+def _settle(one: Trained, updates: Sequence[Mapping[str, Line]], merges: Merges) -> tuple[Account, list[str]]:
     """The account of one process; ``updates``: its merged ones, by fragment and id."""
     total = [0, *accumulate(one.tokens)]
-    merged = overwritten = unmerged = 0.0
+    merged = overwritten = voided = unmerged = 0.0
     errors: list[str] = []
     for index, mine in enumerate(updates):
         position = 0  # steps settled so far
@@ -185,12 +220,17 @@ def _settle(one: Trained, updates: Sequence[Mapping[str, Line]]) -> tuple[Accoun
 
         for line in one.applied.get(index, []):
             if line["merged"]:
-                update = unseen.pop(line["merged"], None)
-                if update is None:
-                    errors.append(f"{where}: it took {line['merged']} for merged, the tape does not")
-                else:
+                key = (line["merged"], index)
+                if update := unseen.pop(line["merged"], None):
                     position = settle(update, position)
                     merged += update["tokens"]
+                elif update := merges.void.get(key):
+                    position = settle(update, position)
+                    voided += update["tokens"]
+                    if one.learner_id in merges.reporters[key]:
+                        errors.append(f"{where}: it had applied the merge of {key[0]} and said so, yet that is void")
+                else:
+                    errors.append(f"{where}: it took {key[0]} for merged, the tape does not")
             if line["overwritten_steps"]:
                 end = min(position + line["overwritten_steps"], len(total) - 1)
                 overwritten += total[end] - total[position]
@@ -203,6 +243,13 @@ def _settle(one: Trained, updates: Sequence[Mapping[str, Line]]) -> tuple[Accoun
         unmerged += total[-1] - total[position]
     count = max(len(updates), 1)
     account = Account(
-        one.learner_id, one.incarnation, total[-1], merged / count, overwritten / count, unmerged / count, one.finished
+        learner_id=one.learner_id,
+        incarnation=one.incarnation,
+        trained=total[-1],
+        merged=merged / count,
+        overwritten=overwritten / count,
+        voided=voided / count,
+        unmerged=unmerged / count,
+        finished=one.finished,
     )
     return account, errors

@@ -10,7 +10,7 @@ slow               a thin line: few bytes a second, long and uneven delays
 reset              all connections of the learner are reset, in the middle of what they carry
 drop               bytes vanish from the middle of a stream, in both directions
 garbage            random bytes at the port of the door, of a gateway or of a courier
-disk_full          nothing more can be written to a file (RLIMIT_FSIZE of the running syncer)
+disk_full          the tape cannot grow (RLIMIT_FSIZE of the running syncer)
 broken_checkpoint  one bit of the newest checkpoint is flipped, and the syncer killed so that it has to be read
 clock_jump         the wall clock of all processes of the victim jumps, by up to a day either way, and back
 """
@@ -32,18 +32,17 @@ _DURATIONS = {"garbage": (5.0, 15.0), "disk_full": (3.0, 8.0)}
 
 # A storm draws from these, equally often.
 STORM: tuple[tuple[str, str], ...] = (
-    ("kill", "learner"), ("kill", "courier"), ("kill", "gateway"), ("kill", "door"),
-    ("stop", "learner"), ("stop", "courier"), ("stop", "gateway"),
+    ("kill", "learner"), ("kill", "courier"), ("kill", "gateway"), ("kill", "door"), ("kill", "syncer"),
+    ("stop", "learner"), ("stop", "courier"), ("stop", "gateway"), ("stop", "syncer"),
     ("cut", "learner"), ("one_way", "learner"), ("slow", "learner"), ("reset", "learner"), ("drop", "learner"),
     ("garbage", "door"), ("garbage", "gateway"), ("garbage", "courier"),
-    ("clock_jump", "learner"),
+    ("clock_jump", "learner"), ("disk_full", "syncer"), ("broken_checkpoint", "syncer"),
 )  # fmt: skip
 # These can be asked for by name.
 ALL: tuple[tuple[str, str], ...] = (
     *STORM,
     ("kill", "trainer"), ("kill", "rank"), ("stop", "trainer"), ("stop", "rank"), ("stop", "door"),
-    ("kill", "syncer"), ("stop", "syncer"), ("clock_jump", "syncer"), ("disk_full", "syncer"),
-    ("broken_checkpoint", "syncer"),
+    ("clock_jump", "syncer"),
 )  # fmt: skip
 
 

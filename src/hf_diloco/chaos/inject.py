@@ -21,7 +21,6 @@ from hf_diloco.syncer.checkpoint import checkpoint_paths
 _SLOW = Weather(bytes_per_second=50_000.0, delay_seconds=0.2, jitter_seconds=0.3)
 _DROPPED_BYTES = 3000
 _MOST_SECONDS_OFF = 86_400
-_DISK_FULL_BYTES = 0  # no file may grow beyond this
 
 
 @dataclass
@@ -172,7 +171,8 @@ class Injector:
             return "", None
         pid = hit[0].pid
         soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (_DISK_FULL_BYTES, hard))
+        size = self._run.directory.tape.stat().st_size  # not 0: memory regions, which a full disk spares, count too
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
 
         def make_room() -> None:
             if hit[0].signal(0):
@@ -183,7 +183,7 @@ class Injector:
     def _broken_checkpoint(self, fault: Fault, _number: int) -> tuple[str, None]:
         paths = checkpoint_paths(self._run.directory.checkpoints)
         hit = self.victims(fault)
-        if not paths or not hit:
+        if len(paths) < 2 or not hit:  # with one only, there would be nothing to fall back to
             return "", None
         file = max(paths[-1].glob("*.safetensors"), key=lambda path: path.stat().st_size)
         flip_a_bit(file, fault.seed)

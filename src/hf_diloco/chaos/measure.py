@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
-from hf_diloco.chaos.accounting import Line, valid_rounds
+from hf_diloco.chaos.accounting import Line, read_merges
 
 Interval = tuple[float, float]
 
@@ -50,20 +50,20 @@ def first_step(witnesses: Mapping[int, Sequence[Line]]) -> float | None:
 def merged_tokens(tape: Sequence[Line], window: Interval) -> float:
     """Tokens merged in this time, as a mean over the fragments."""
     num_fragments = next((line["num_fragments"] for line in tape if line["kind"] == "layout"), 1)
-    rounds = [line for line in valid_rounds(tape) if window[0] <= line["at"] <= window[1]]
+    rounds = [line for line in read_merges(tape).valid if window[0] <= line["at"] <= window[1]]
     return float(sum(item["tokens"] for line in rounds for item in line["participants"])) / num_fragments
 
 
 def gaps(tape: Sequence[Line], window: Interval, excused: Sequence[Interval] = ()) -> list[float]:
     """Seconds between merges, without what of them lies in ``excused`` times; the last up to the window's end."""
-    times = [line["at"] for line in valid_rounds(tape) if window[0] <= line["at"] <= window[1]]
+    times = [line["at"] for line in tape if line["kind"] == "round" and window[0] <= line["at"] <= window[1]]
     edges = [window[0], *times, window[1]]
     return [later - earlier - overlap(excused, (earlier, later)) for earlier, later in pairwise(edges)]
 
 
 def first_merges_after(tape: Sequence[Line], moments: Iterable[float]) -> list[float | None]:
     """For each moment the seconds to the next merge."""
-    times = [line["at"] for line in valid_rounds(tape)]
+    times = [line["at"] for line in tape if line["kind"] == "round"]
     return [next((at - moment for at in times if at >= moment), None) for moment in moments]
 
 

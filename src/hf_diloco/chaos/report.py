@@ -22,6 +22,7 @@ from hf_diloco.chaos.storm import Record
 MOST_GAP_SECONDS = 12.0
 MOST_FDS_GROWN = 16  # pools grow to what was once needed at the same time, and stay there
 MOST_REGIONS_GROWN = 16
+_PLACES = ("trained", "merged", "lost", "overwritten", "voided", "held")
 _T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 
 
@@ -48,8 +49,7 @@ def judge(storm: Record, calm: Record | None) -> dict[str, Any]:
         "seconds": num_seconds,
         "num_learners": storm.num_learners,
         "faults": [_fault(happening, storm.began_at) for happening in storm.happened],
-        "tokens": {"trained": books.trained, "merged": books.merged, "overwritten": books.overwritten,
-                   "lost": books.lost, "held": books.held},
+        "tokens": {name: getattr(books, name) for name in _PLACES},
         "accounts": [asdict(account) for account in books.accounts],
         "merged_in_window": merged,
         "share_left_by_faults": 1 - lost_seconds / (num_seconds * storm.num_learners) if num_seconds else 1.0,
@@ -102,12 +102,12 @@ def _problems(report: Mapping[str, Any]) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- who was away when
 
 
-def deaths(storm: Record, learner_id: int) -> list[float]:
-    """When processes of this learner ended that were not to end: when they were killed, if they were."""
+def deaths(storm: Record, learner_id: int | None) -> list[float]:
+    """When processes of this learner, or of the syncer, ended that were not to end: when they were killed, if so."""
     kills = [
         happening.began_at
         for happening in storm.happened
-        if happening.fault.kind == "kill" and happening.fault.victim.learner_id == learner_id
+        if happening.fault.kind in ("kill", "broken_checkpoint") and happening.fault.victim.learner_id == learner_id
     ]
     found = []
     for life in storm.lives:
@@ -138,15 +138,11 @@ def unavailable(storm: Record, learner_id: int) -> tuple[list[Interval], list[In
 def syncer_outages(storm: Record) -> list[Interval]:
     """Times in which the syncer was dead, until its next process was up, or was stopped."""
     up = [line["at"] for line in storm.tape if line["kind"] == "start"]
-    outages = [
-        (life.ended_at, min((at for at in up if at > life.ended_at), default=math.inf))
-        for life in storm.lives
-        if life.learner_id is None and life.ended_at is not None and life.exit_code
-    ]
+    outages = [(at, min((back for back in up if back > at), default=math.inf)) for at in deaths(storm, None)]
     outages += [
         (happening.began_at, happening.ended_at or storm.ended_at)
         for happening in storm.happened
-        if happening.fault.kind in ("stop", "disk_full") and happening.fault.victim.part == "syncer"
+        if happening.fault.kind == "stop" and happening.fault.victim.part == "syncer"
     ]
     return measure.union(outages)
 
@@ -219,7 +215,7 @@ def render(report: Mapping[str, Any]) -> Group:
         ("tokens merged in the window", _count(report["merged_in_window"]), _count(calm.get("merged_in_window"))),
         ("tokens trained / merged, whole run", f"{_count(tokens['trained'])} / {_count(tokens['merged'])}", ""),
         ("tokens lost with killed processes", _count(tokens["lost"]), ""),
-        ("tokens overwritten / held at the end", f"{_count(tokens['overwritten'])} / {_count(tokens['held'])}", ""),
+        ("... overwritten / voided / held", " / ".join(_count(tokens[name]) for name in _PLACES[3:]), ""),
         ("goodput", _percent(report.get("goodput")), ""),
         ("... of what the faults leave", _percent(report.get("goodput_of_what_faults_leave")), ""),
         ("learner-seconds that the faults leave", _percent(report["share_left_by_faults"]), ""),
