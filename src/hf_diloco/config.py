@@ -142,6 +142,12 @@ class DiLoCoPlugin:
     lost_timeout_seconds: float = field(
         default=600.0, metadata={"help": "How long a learner that has finished waits for a syncer that went away."}
     )
+    drain_seconds: float = field(
+        default=10.0,
+        metadata={
+            "help": "How long a learner that leaves early (SIGTERM, early stopping) waits for what it has to be merged."
+        },
+    )
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -162,6 +168,8 @@ class DiLoCoPlugin:
             raise ConfigError(f"learner_id={self.learner_id} is out of range; it must be at least 0.")
         if self.num_shards is not None and self.num_shards < 1:
             raise ConfigError(f"num_shards={self.num_shards} is out of range; it must be at least 1.")
+        if self.drain_seconds < 0:
+            raise ConfigError(f"drain_seconds={self.drain_seconds} is out of range; it must be at least 0.")
 
     def read_token(self) -> str:
         """The run's token, from ``token`` or ``token_file``.

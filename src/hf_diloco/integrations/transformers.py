@@ -10,25 +10,26 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from hf_diloco.config import DiLoCoPlugin
-from hf_diloco.errors import DiLoCoWarning, UnsupportedError
+from hf_diloco.errors import DiLoCoError, DiLoCoWarning, UnsupportedError
+from hf_diloco.integrations.trainer_stack import end_training, save, serves, trainer_above
 from hf_diloco.learner.data import data_seed
 from hf_diloco.learner.learner import Learner
 from hf_diloco.learner.parameters import ModelParameters
+from hf_diloco.learner.preemption import Preemption
 from hf_diloco.learner.tokens import TokenCounter
 from hf_diloco.links.base import LearnerLink
 
 logger = logging.getLogger(__name__)
-
-_DRAIN_SECONDS = 15.0  # for what a learner that leaves has done to be merged
 
 
 class DiLoCoCallback(TrainerCallback):
@@ -45,6 +46,11 @@ class DiLoCoCallback(TrainerCallback):
     ``{output_dir}/learner-{id}``, ``args.run_name`` ends in ``-learner-{id}``, ``args.push_to_hub`` is off (only the
     syncer's export is pushed), and the order of the data depends on the learner's id as well as on ``args.data_seed``
     (or ``args.seed``).
+
+    While it trains, SIGTERM (and the end of an ``accelerate launch`` above it) makes this learner ship what it has,
+    take leave and save a Trainer checkpoint of the step it is at; then ``train()`` does not return, but raises
+    ``SystemExit(0)``, so that nothing of the script after it uses up the time that is left. A second SIGTERM, 3 s or
+    more after the first, ends the process at once. Ctrl-C is ``KeyboardInterrupt``, as ever.
 
     Without a syncer address it does nothing, and says so once.
 
@@ -65,12 +71,16 @@ class DiLoCoCallback(TrainerCallback):
         self._holds_global = False  # ... because the model holds the final global values
         self._has_warned_of_schedule = False
         self._joint_step: int | None = None  # of the checkpoint of the whole run that is being saved
+        self._preemption = self._new_preemption()
+        self._saved_at = -1  # Trainer's step of its last checkpoint
         if not self._plugin.syncer:
             logger.info("hf-diloco is off: no syncer address (HF_DILOCO_SYNCER); training goes on without it.")
 
     def attach(self, trainer: Trainer) -> None:
         """Add it to a Trainer that exists already, before the reporters (``callbacks=[...]`` puts it behind them)."""
-        trainer.callback_handler.callbacks.insert(0, self)
+        callbacks = trainer.callback_handler.callbacks
+        # Behind Trainer's own, which says at each step whether to evaluate, save and stop.
+        callbacks.insert(1 if callbacks and isinstance(callbacks[0], DefaultFlowCallback) else 0, self)
         self.on_init_end(trainer.args, trainer.state, trainer.control)
 
     # ------------------------------------------------------------------------------------------------ Trainer's events
@@ -101,7 +111,7 @@ class DiLoCoCallback(TrainerCallback):
         assert self._plugin.learner_id is not None
         seed = args.seed if args.data_seed is None else args.data_seed
         _reseed(train_dataloader, data_seed(seed, self._plugin.learner_id))
-        self._loss, self._has_ended, self._holds_global = None, False, False
+        self._loss, self._has_ended, self._holds_global, self._saved_at = None, False, False, -1
         self._learner = Learner(
             ModelParameters(model),
             self._plugin,
@@ -112,8 +122,12 @@ class DiLoCoCallback(TrainerCallback):
         )
         # Trainer does not call on_train_end when training raises: then the link ends with this object, or at exit.
         self._close = weakref.finalize(self, self._learner.close)
+        self._preemption = self._new_preemption()
         try:
-            self._learner.join()
+            self._preemption.watch()
+            if not self._learner.join(interrupted=self._preemption.requested):
+                self._leave(f"told to stop ({self._preemption.reason})")
+                self._preemption.exit()
         except BaseException:  # Ctrl-C at the start gate, too
             self._end()
             raise
@@ -151,9 +165,29 @@ class DiLoCoCallback(TrainerCallback):
             self._finish()
         if not goes_on and not is_last:
             _stop(args, state, control)
+        if self._preemption.requested():
+            self._drain()
+            control.should_training_stop = control.should_save = True
+            control.should_evaluate = False
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """No evaluation of the epoch when there is no time for it."""
+        if self._preemption.requested():
+            control.should_evaluate = False
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Cut an evaluation short when there is no time for it."""
+        if self._learner is not None and self._preemption.requested():
+            self._drain()
+            self._end_preempted(nobody_knows=True)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Tell the syncer where this learner's part of a checkpoint of the whole run is."""
+        """Remember that this step is on disk; tell the syncer if that is a part of a checkpoint of the whole run."""
+        self._saved_at = state.global_step
         if self._learner is not None and self._joint_step is not None:
             path = Path(args.output_dir or ".").absolute() / f"checkpoint-{state.global_step}"
             self._learner.saved_checkpoint(self._joint_step, str(path))
@@ -179,7 +213,7 @@ class DiLoCoCallback(TrainerCallback):
         """Leave the run: with the global parameters at its end, with the local ones if training ended early."""
         if self._learner is None:
             return
-        if not self._has_ended:
+        if not self._has_ended and not self._preemption.requested():
             if control.should_training_stop:
                 self._leave("training ended early at this learner")
                 warnings.warn(
@@ -191,6 +225,8 @@ class DiLoCoCallback(TrainerCallback):
                 )
             else:  # the data ran out
                 self._finish()
+        if self._preemption.requested():
+            self._drain()
         if self._holds_global and args.load_best_model_at_end and state.best_model_checkpoint:
             self._learner.restore()
             warnings.warn(
@@ -199,6 +235,8 @@ class DiLoCoCallback(TrainerCallback):
                 DiLoCoWarning,
                 stacklevel=2,
             )
+        if self._preemption.requested():
+            self._end_preempted()
         self._end()
 
     # --------------------------------------------------------------------------------------------------------- steps
@@ -233,14 +271,48 @@ class DiLoCoCallback(TrainerCallback):
 
     def _finish(self) -> None:
         assert self._learner is not None
-        self._has_ended = True
-        self._holds_global = self._learner.finish()
+        self._holds_global = self._learner.finish(interrupted=self._preemption.requested)
+        self._has_ended = self._holds_global or not self._preemption.requested()
 
     def _leave(self, reason: str) -> None:
         assert self._learner is not None
         self._has_ended = True
         logger.info("%s leaves the run (%s); its model keeps the local parameters", self._identity(), reason)
-        self._learner.leave(reason, drain_seconds=_DRAIN_SECONDS)
+        self._learner.leave(reason, drain_seconds=self._plugin.drain_seconds)
+
+    # --------------------------------------------------------------------------------------------------- preemption
+
+    def _new_preemption(self) -> Preemption:
+        me = weakref.ref(self)  # a signal handler lives on when training raises, and this object should not
+        return Preemption(lambda frame: serves(me(), frame))
+
+    def _drain(self) -> None:
+        """Ship what is not merged, and take leave. Once."""
+        if self._has_ended:
+            return
+        logger.warning(
+            "%s told to stop (%s): ships what is not merged (for at most %.0f s), saves a checkpoint, and ends",
+            self._identity(), self._preemption.reason, self._plugin.drain_seconds,
+        )  # fmt: skip
+        try:
+            self._leave(f"told to stop ({self._preemption.reason})")
+        except DiLoCoError as error:  # whatever it is, there is still a checkpoint to save
+            logger.error("%s could not ship what is not merged: %s", self._identity(), error)
+
+    def _end_preempted(self, *, nobody_knows: bool = False) -> NoReturn:
+        """Save this step, unless Trainer has; let the other callbacks end; end the process.
+
+        Args:
+            nobody_knows: no callback has had its on_train_end; else those before this one have.
+        """
+        trainer, identity = trainer_above(), self._identity()
+        assert trainer is not None, "only Trainer's events come here"
+        if self._saved_at != trainer.state.global_step:
+            save(trainer)
+        self._end()
+        end_training(trainer, after=None if nobody_knows else self)
+        logger.warning("%s checkpoint %d is saved; the process ends", identity, trainer.state.global_step)
+        self._preemption.exit()
 
     def _end(self) -> None:
         """Remove the hooks and close the link. Idempotent."""
@@ -250,6 +322,7 @@ class DiLoCoCallback(TrainerCallback):
         if self._close is not None:
             self._close()  # runs Learner.close once, now or earlier
             self._close = None
+        self._preemption.end()
         self._learner = None
 
     def _identity(self) -> str:

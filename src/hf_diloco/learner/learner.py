@@ -8,7 +8,7 @@ import socket
 import time
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -31,6 +31,10 @@ _SAY_EVERY_SECONDS = 10.0
 _WEIGHT_OF_NEWEST_STEP = 0.2
 _LONGEST_STEP = 4  # times the usual one: an evaluation between two steps does not count in full
 _GOODBYE_SECONDS = 5.0
+
+
+def _never() -> bool:
+    return False
 
 
 class Learner:
@@ -91,8 +95,14 @@ class Learner:
 
     # ------------------------------------------------------------------------------------------------------ joining
 
-    def join(self) -> None:
+    def join(self, *, interrupted: Callable[[], bool] = _never) -> bool:
         """Become part of the run: get the global parameters (or supply the initial ones) and wait for the start.
+
+        Args:
+            interrupted: looked at while waiting.
+
+        Returns:
+            False if it was interrupted.
 
         Raises:
             SyncerUnreachableError: nobody answered for ``join_timeout_seconds``.
@@ -104,6 +114,8 @@ class Learner:
         opened_at = said_at = time.monotonic()
         exchange.open()
         while not self._joined():
+            if interrupted():
+                return False
             with exchange.changed:
                 exchange.changed.wait(timeout=0.2)
             exchange.check()
@@ -127,6 +139,7 @@ class Learner:
         self.total_steps = exchange.welcome.total_steps
         self._stepped_at = time.monotonic()
         logger.info("[learner %d · step %d] training with %s", self.learner_id, self.global_step, self._plugin.syncer)
+        return True
 
     def _joined(self) -> bool:
         with self._exchange.lock:
@@ -322,20 +335,25 @@ class Learner:
 
     # ----------------------------------------------------------------------------------------------------- the end
 
-    def finish(self) -> bool:
+    def finish(self, *, interrupted: Callable[[], bool] = _never) -> bool:
         """Wait for the final global values; then the model holds them.
 
         Goes on answering until the last fragment is merged. Blocks while other learners still train, at most the
         run's ``finish_wait_seconds``, and while the syncer is away.
 
+        Args:
+            interrupted: looked at while waiting.
+
         Returns:
-            False if the syncer was away for ``lost_timeout_seconds``; the model then keeps its local values, and a
-            warning was given.
+            False if it was interrupted, or the syncer was away for ``lost_timeout_seconds`` (and a warning was given);
+            the model then keeps its local values.
         """
         exchange, self._finishing = self._exchange, True
         logger.info("[learner %d · step %d] done; waiting for the final values", self.learner_id, self.global_step)
         reported_on = -1
         while exchange.released is None:
+            if interrupted():
+                return False
             exchange.check()
             self._boundary()
             with exchange.changed:
