@@ -8,9 +8,10 @@ import torch
 from rich.console import Console
 
 import hf_diloco as library
-from hf_diloco.cli.local_run import _gpus_of, _meaning
+from hf_diloco.cli.local_run import _gpus_of
 from hf_diloco.cli.main import main
 from hf_diloco.cli.processes import clean_environment
+from hf_diloco.cli.supervised import Backoff, meaning
 from hf_diloco.cli.syncer import is_loopback, join_lines, parse_listen
 from hf_diloco.cli.table import Display, plain_lines, render
 from hf_diloco.config import SyncerConfig, config_to_dict
@@ -349,6 +350,34 @@ def test_each_learner_has_its_gpus(monkeypatch, num_learners, num_gpus, all_of_t
 
 
 def test_exit_codes_in_words():
-    assert [_meaning(code) for code in (0, 1, 137, 255)] == [
+    assert [meaning(code) for code in (0, 1, 137, 255)] == [
         "exit code 0", "exit code 1", "killed by SIGKILL", "exit code 255",
     ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------- starting again
+
+
+def test_who_dies_again_and_again_is_started_later_each_time_and_given_up():
+    backoff = Backoff(8)
+    assert [backoff.delay(0.5) for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, None]
+    assert backoff.delay(0.5) is None
+
+
+def test_a_good_stretch_of_life_starts_the_count_anew():
+    backoff = Backoff(2)
+    assert [backoff.delay(lived) for lived in (1, 1, 300, 299, 1)] == [1, 2, 1, 2, None]
+
+
+def test_without_restarts_there_is_none():
+    assert Backoff(0).delay(1e6) is None
+
+
+def test_restarts_are_shown():
+    again = {**STATUS, "syncer_restarts": 1, "learners": [{**STATUS["learners"][0], "restarts": 3}]}
+    run, learner = plain_lines(again)
+    assert run.endswith("syncer restarted 1 times")
+    assert learner.endswith("tokens merged, 3 restarts")
+    file = io.StringIO()
+    Console(file=file, width=150).print(render(again))
+    assert "restarts" in file.getvalue()

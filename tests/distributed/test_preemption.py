@@ -1,4 +1,4 @@
-"""SIGTERM to whatever pid a user has: the learner drains, takes leave, saves and ends with 0; nothing is left behind."""
+"""SIGTERM to whatever pid a user has: the learner drains, takes leave, saves, ends with 0; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def start(run: Run, prefix: list[str] = PYTHON, learner_id: int = 0, **options: 
         "HF_DILOCO_TOKEN_FILE": str(run.directory / "token"),
         "PYTHONUNBUFFERED": "1",
     }
-    flags = [text for name, value in options.items() for text in (f"--{name}", *([] if value is True else [str(value)]))]
+    flags = [
+        text for name, value in options.items() for text in (f"--{name}", *([] if value is True else [str(value)]))
+    ]
     command = ["setsid", *prefix, str(SCRIPT), "--output_dir", str(run.path / "out"), *flags]
     learner = Process(command, run.path / f"learner-{learner_id}.log", environment)
     run._all.append(learner)

@@ -38,11 +38,12 @@ class ScriptedLearner:
         self.calls, self.tokens, self.losses, self.digests, self.global_step = [], [], [], [], 0
         self.instances.append(self)
 
-    def join(self):
+    def join(self, *, interrupted):
         self.calls.append("join")
         if self.join_error:
             raise self.join_error
         self.global_step = self.starts_at
+        return not interrupted()
 
     def step(self, tokens, *, loss=None, data_digest=None):
         self.tokens.append(tokens)
@@ -56,11 +57,12 @@ class ScriptedLearner:
             for parameter in self.parameters._trainable.values():
                 parameter.fill_(0.25)
 
-    def finish(self):
+    def finish(self, *, interrupted):
         self.calls.append("finish")
-        if self.finishes:
+        finishes = self.finishes and not interrupted()
+        if finishes:
             self._fill()
-        return self.finishes
+        return finishes
 
     def restore(self):
         self.calls.append("restore")
@@ -133,7 +135,7 @@ def test_attach_puts_it_before_the_reporters(tmp_path, scripted):
     trainer = make_trainer(tmp_path)
     callback = DiLoCoCallback(plugin())
     callback.attach(trainer)
-    assert trainer.callback_handler.callbacks[0] is callback
+    assert trainer.callback_handler.callbacks[1] is callback
     assert trainer.args.output_dir.endswith("learner-2")
     late = make_trainer(tmp_path)
     late.add_callback(DiLoCoCallback(plugin()))

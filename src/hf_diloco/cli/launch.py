@@ -16,6 +16,8 @@ from hf_diloco.config import SyncerConfig
 from hf_diloco.errors import ConfigError
 from hf_diloco.syncer.run_directory import RunDirectory
 
+_RESTARTS = 10  # what --restart means
+
 
 @with_settings
 def launch(
@@ -39,11 +41,36 @@ def launch(
             "or on the CPU.",
         ),
     ] = None,
+    restart: Annotated[
+        bool,
+        typer.Option("--restart", help=f"Start what dies again. Short for --max-restarts {_RESTARTS}."),
+    ] = False,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            show_default="0",
+            help="How often in a row each learner is started again that ended with another exit code than 0, and the "
+            "syncer if it was killed, before it is given up; the waits between grow from 1 s to 1 min. A life of 5 "
+            "minutes starts the count anew.",
+        ),
+    ] = None,
+    grace_seconds: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            help="How long learners that are told to stop have for draining (a third of it) and saving, before they "
+            "are killed.",
+        ),
+    ] = 30.0,
 ) -> None:
     """Train on this machine: a syncer, and learners that each go through `accelerate launch`.
 
     Everything after SCRIPT belongs to the script. Exit code 0: the run came to its end and every learner ended with
-    0. Ctrl-C or SIGTERM: the learners take leave, the syncer writes the model it has, and no process is left behind.
+    0. Ctrl-C or SIGTERM: the learners ship what they have, take leave and save, then the syncer writes the model it
+    has; the exit code is 1, since the run is not done, and no process is left behind. Ctrl-C once more: at once.
     """  # fmt: skip
     settings = {"expected_learners": num_learners, "num_shards": num_learners, **settings}
     config = SyncerConfig(**settings)
@@ -60,7 +87,15 @@ def launch(
                 "--run-dir, or go on with it: --resume."
             )
         directory.status.unlink(missing_ok=True)
-    run = LocalRun(directory, num_learners, [str(script), *(script_args or [])])
+    if max_restarts is None:
+        max_restarts = _RESTARTS if restart else 0
+    run = LocalRun(
+        directory,
+        num_learners,
+        [str(script), *(script_args or [])],
+        grace_seconds=grace_seconds,
+        max_restarts=max_restarts,
+    )
     with Display(Console(highlight=False)) as display:
         good = run.run(display, as_flags(settings), config.num_shards or num_learners, accelerate_config)
     if not good:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -12,15 +13,17 @@ from types import FrameType
 from typing import Any
 
 from hf_diloco.cli.processes import Child, clean_environment, count_gpus
+from hf_diloco.cli.supervised import Supervised, meaning, shown_tail
 from hf_diloco.cli.table import Display, count, learners, merged_of_trained, number, size, word
 from hf_diloco.errors import DiLoCoError
 from hf_diloco.syncer.run_directory import RunDirectory
 
 _POLL_SECONDS = 0.25
 _SYNCER_START_SECONDS = 180.0  # importing torch from a cold disk takes its time
-_LEARNER_GRACE_SECONDS = 20.0
 _SYNCER_GRACE_SECONDS = 300.0  # it writes a checkpoint and the model
 _GUARD_SECONDS = 5.0
+_DRAIN_SHARE = 1 / 3  # of the learners' grace time; the rest is for the end of a step, and to save
+_SAME_REQUEST_SECONDS = 1.0  # terminals and service managers may send two kinds of signal at once
 _LINKED = ("joining", "training", "idle", "finished")
 
 
@@ -31,17 +34,27 @@ class LocalRun:
         directory: the run directory.
         num_learners: how many to start.
         script: path of the training script, and its arguments.
+        grace_seconds: from SIGTERM to SIGKILL of the learners, when we are told to stop.
+        max_restarts: in a row, of each learner and of the syncer.
     """
 
-    def __init__(self, directory: RunDirectory, num_learners: int, script: list[str]) -> None:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        num_learners: int,
+        script: list[str],
+        *,
+        grace_seconds: float = 30.0,
+        max_restarts: int = 0,
+    ) -> None:
         self._directory = directory
         self._num_learners = num_learners
         self._script = script
-        self._syncer: Child | None = None
-        self._learners: list[Child] = []
-        self._exit_codes: dict[int, int] = {}
+        self._grace_seconds, self._max_restarts = grace_seconds, max_restarts
+        self._syncer: Supervised | None = None
+        self._learners: list[Supervised] = []
         self._num_signals = 0
-        self._num_signals_said = 0
+        self._signalled_at = -math.inf
         self._join: dict[str, str] = {}
 
     def run(self, display: Display, syncer_flags: list[str], num_shards: int, accelerate_config: Path | None) -> bool:
@@ -67,18 +80,28 @@ class LocalRun:
                 signal.signal(signal_number, handler)
 
     def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
-        self._num_signals += 1
+        now = time.monotonic()
+        if now - self._signalled_at > _SAME_REQUEST_SECONDS:
+            self._num_signals += 1
+            self._signalled_at = now
 
     # -------------------------------------------------------------------------------------------------------- starting
 
     def _start_syncer(self, flags: list[str]) -> str | None:
         """Start the syncer; its address, or None if we were told to stop before it had one."""
-        command = [sys.executable, "-m", "hf_diloco.cli.main", "syncer", "--listen", "127.0.0.1:0"]
-        self._syncer = Child(
-            [*command, "--run-dir", str(self._directory.path), *flags],
+        command = [sys.executable, "-m", "hf_diloco.cli.main", "syncer", "--run-dir", str(self._directory.path)]
+        child = Child(
+            [*command, "--listen", "127.0.0.1:0", *flags],
             self._directory.logs / "syncer.log",
             {**clean_environment(), "PYTHONUNBUFFERED": "1"},
             grace_seconds=_SYNCER_GRACE_SECONDS,
+        )
+        self._syncer = Supervised(
+            "The syncer",
+            child,
+            self._max_restarts,
+            only_after_signals=True,
+            command=lambda: [*command, "--listen", self._join["HF_DILOCO_SYNCER"]],
         )
         self._display.message(f"Run directory {self._directory.path}")
         deadline = time.monotonic() + _SYNCER_START_SECONDS
@@ -86,16 +109,17 @@ class LocalRun:
             address = self._directory.read_status().get("address")
             if isinstance(address, str):
                 return address
-            if self._syncer.poll() is not None:
-                raise DiLoCoError(f"the syncer ended at once.\n{_shown_tail(self._syncer)}")
+            if child.poll() is not None:
+                raise DiLoCoError(f"the syncer ended at once.\n{shown_tail(child)}")
             if time.monotonic() > deadline:
                 raise DiLoCoError(
-                    f"the syncer has no address after {_SYNCER_START_SECONDS:.0f} s.\n{_shown_tail(self._syncer)}"
+                    f"the syncer has no address after {_SYNCER_START_SECONDS:.0f} s.\n{shown_tail(child)}"
                 )
             time.sleep(_POLL_SECONDS)
         return None
 
     def _start_learners(self, address: str, num_shards: int, accelerate_config: Path | None) -> None:
+        assert self._syncer is not None
         num_gpus = count_gpus()
         launcher = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--main_process_port", "0"]
         if accelerate_config:
@@ -107,6 +131,7 @@ class LocalRun:
             "HF_DILOCO_SYNCER": address,
             "HF_DILOCO_TOKEN_FILE": str(self._directory.token),
             "HF_DILOCO_NUM_SHARDS": str(num_shards),
+            "HF_DILOCO_DRAIN_SECONDS": f"{_DRAIN_SHARE * self._grace_seconds:g}",
         }
         shared = clean_environment()
         num_threads = max(1, len(os.sched_getaffinity(0)) // self._num_learners)
@@ -120,10 +145,10 @@ class LocalRun:
                 [*launcher, *self._script],
                 self._directory.logs / f"learner-{learner_id}.log",
                 {**shared, **self._join, **own, **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})},
-                grace_seconds=_LEARNER_GRACE_SECONDS,
-                keeps_alive=self._syncer,  # which, if we die, ends after the learners
+                grace_seconds=self._grace_seconds,
+                keeps_alive=self._syncer.child,  # which, if we die, ends after the learners
             )
-            self._learners.append(child)
+            self._learners.append(Supervised(f"Learner {learner_id}", child, self._max_restarts))
         self._display.message(
             f"Syncer at {address}; {self._num_learners} learners started, logs in {self._directory.logs}"
         )
@@ -134,34 +159,46 @@ class LocalRun:
         """Return when the run is over, one way or another, or we were told to stop."""
         assert self._syncer is not None
         while not self._num_signals:
-            status = self._directory.read_status()
+            status = self._status()
             self._display.update(status)
-            self._note_ends()
-            if self._syncer.poll() is not None:
+            self._look()
+            if self._syncer.exit_code is not None:
                 self._wait_for_learners_of_a_syncer_that_ended()
                 return
-            if len(self._exit_codes) == self._num_learners and not self._anybody_left(status):
+            if self._all_learners_ended() and not self._anybody_left(status):
                 self._wait_for_syncer()
                 return
             time.sleep(_POLL_SECONDS)
 
-    def _note_ends(self) -> None:
-        """Say of each learner that has ended how it did."""
-        for learner_id, child in enumerate(self._learners):
-            code = child.poll()
-            if code is None or learner_id in self._exit_codes:
+    def _look(self) -> None:
+        """Say of each process that has ended how it did, and start it again if it is to be."""
+        assert self._syncer is not None
+        if text := self._syncer.look():
+            self._display.message(text, style="yellow" if self._syncer.exit_code is None else "")
+        for learner_id, learner in enumerate(self._learners):
+            text = learner.look()
+            if text is None:
                 continue
-            self._exit_codes[learner_id] = code
-            if code == 0 or self._num_signals:
-                self._display.message(f"Learner {learner_id} has ended ({_meaning(code)}).")
-                continue
-            again = {**self._join, "HF_DILOCO_LEARNER_ID": str(learner_id)}
-            line = " ".join(f"{name}={shlex.quote(value)}" for name, value in again.items())
-            self._display.message(
-                f"Learner {learner_id} died ({_meaning(code)}); the others go on. {_shown_tail(child)}\n"
-                f"To start it again: {line} accelerate launch {shlex.join(self._script)}",
-                style="red",
-            )
+            lost = learner.exit_code not in (None, 0) and not self._num_signals
+            if lost:
+                again = {**self._join, "HF_DILOCO_LEARNER_ID": str(learner_id)}
+                line = " ".join(f"{name}={shlex.quote(value)}" for name, value in again.items())
+                text += f"\nThe others go on. To start it again: {line} accelerate launch {shlex.join(self._script)}"
+            self._display.message(text, style="red" if lost else "")
+
+    def _all_learners_ended(self) -> bool:
+        return all(learner.exit_code is not None for learner in self._learners)
+
+    def _status(self) -> dict[str, Any]:
+        """What the syncer says of the run, and how often we have started whom again."""
+        status = self._directory.read_status()
+        if self._max_restarts:
+            status["syncer_restarts"] = self._syncer.num_restarts if self._syncer else 0
+            for learner in learners(status):
+                learner_id = learner.get("learner_id")
+                if isinstance(learner_id, int) and 0 <= learner_id < len(self._learners):
+                    learner["restarts"] = self._learners[learner_id].num_restarts
+        return status
 
     def _anybody_left(self, status: dict[str, Any]) -> bool:
         """A learner that was started by hand may still be there; or the syncer is about to end by itself."""
@@ -171,61 +208,66 @@ class LocalRun:
         """All learners are gone: a run that is finishing gets the time for it."""
         assert self._syncer is not None
         patience = time.monotonic() + 3.0
-        while time.monotonic() < patience and not self._num_signals and self._syncer.poll() is None:
-            status = self._directory.read_status()
-            if status.get("state") in ("finishing", "finished"):
+        while time.monotonic() < patience and not self._num_signals and self._syncer.exit_code is None:
+            if self._directory.read_status().get("state") in ("finishing", "finished"):
                 patience = max(patience, time.monotonic() + _SYNCER_GRACE_SECONDS)
             time.sleep(_POLL_SECONDS)
+            self._look()
 
     def _wait_for_learners_of_a_syncer_that_ended(self) -> None:
         assert self._syncer is not None
-        code = self._syncer.poll()
-        if code != 0:
-            self._display.message(
-                f"The syncer died ({_meaning(code or 0)}); the learners are told to stop. {_shown_tail(self._syncer)}",
-                style="red",
-            )
+        if self._syncer.exit_code != 0:
+            self._display.message("Without a syncer the learners are told to stop.", style="red")
             return
-        while len(self._exit_codes) < self._num_learners and not self._num_signals:
-            self._note_ends()  # they evaluate, save, and end by themselves
+        while not self._all_learners_ended() and not self._num_signals:
+            self._look()  # they evaluate, save, and end by themselves
             time.sleep(_POLL_SECONDS)
 
     # ---------------------------------------------------------------------------------------------------------- ending
 
     def _end_all(self) -> None:
         """Learners first, then the syncer; nothing is left when this returns."""
-        if any(child.poll() is None for child in self._learners):
-            seconds = f"{_LEARNER_GRACE_SECONDS:.0f}"
-            self._display.message(f"Stopping the learners (SIGTERM; what is left after {seconds} s is killed) ...")
-        for child in self._learners:
-            child.stop()
-        for child in self._learners:
-            self._wait(child)
-        self._note_ends()
         if self._syncer is not None:
-            if self._syncer.poll() is None:
+            self._syncer.settle()
+        running = [learner for learner in self._learners if learner.child.poll() is None]
+        if running:
+            self._display.message(
+                f"Stopping the learners: they ship what they have and save, for at most {self._grace_seconds:.0f} s "
+                "(Ctrl-C ends them at once) ..."
+            )
+        self._stop(self._learners)
+        if self._syncer is not None:
+            if self._syncer.child.poll() is None:
                 self._display.message("Stopping the syncer; it writes the values it has ...")
-            self._syncer.stop()
-            self._wait(self._syncer)
+            self._stop([self._syncer])
 
-    def _wait(self, child: Child) -> None:
-        deadline = time.monotonic() + child.grace_seconds + _GUARD_SECONDS
-        while not child.wait(_POLL_SECONDS):
-            if self._num_signals > max(1, self._num_signals_said):
-                self._num_signals_said = self._num_signals
-                seconds = max(0.0, deadline - time.monotonic())
-                self._display.message(f"Still stopping; at most {seconds:.0f} s more ...")
-            if time.monotonic() >= deadline:
-                child.kill()
-        child.kill()  # if its guard was killed, others of its group may be there
+    def _stop(self, children: list[Supervised]) -> None:
+        """Stop these and wait for their end; at once if we are told so again."""
+        for item in children:
+            item.child.stop()
+        num_signals = self._num_signals
+        for item in children:
+            deadline = time.monotonic() + item.child.grace_seconds + _GUARD_SECONDS
+            while not item.child.wait(_POLL_SECONDS):
+                if self._num_signals > num_signals:
+                    num_signals = self._num_signals
+                    for other in children:
+                        other.child.stop_at_once()
+                if time.monotonic() >= deadline:
+                    item.child.kill()
+            item.child.kill()  # if its guard was killed, others of its group may be there
+        for item in children:
+            if item.exit_code is None:
+                item.settle()
+                self._display.message(f"{item.name} has ended ({meaning(item.exit_code or 0)}).")
 
     def _summary(self) -> bool:
         """Say how it went; True if all is well."""
         assert self._syncer is not None
-        status = self._directory.read_status()
+        status = self._status()
         self._display.update(status, now=True)
-        finished = self._syncer.poll() == 0
-        failed = {learner_id: code for learner_id, code in self._exit_codes.items() if code != 0}
+        finished = self._syncer.exit_code == 0
+        failed = [learner for learner in self._learners if learner.exit_code != 0]
         mean = number(status.get("mean_participants"))
         lines = [
             f"The run {'has finished' if finished else 'was stopped before its end'}: outer step "
@@ -236,13 +278,12 @@ class LocalRun:
         for learner in learners(status):
             name = count(learner.get("learner_id"))
             lines.append(f"learner {name}: tokens merged / trained {merged_of_trained(learner)}")
-        for learner_id, code in failed.items():
-            lines.append(
-                f"learner {learner_id} did not end well: {_meaning(code)}; see {self._learners[learner_id].log}"
-            )
+        for item in failed:
+            lines.append(f"{item.name.lower()} did not end well: {meaning(item.exit_code or 0)}; see {item.child.log}")
         lines.append(f"model: {self._directory.model}" if self._directory.model.is_dir() else "model: none")
-        good = finished and not failed and len(self._exit_codes) == self._num_learners
-        self._display.message("\n".join(lines), style="green" if good else "red")
+        good = finished and not failed and len(self._learners) == self._num_learners
+        as_told = self._num_signals > 0 and not failed
+        self._display.message("\n".join(lines), style="green" if good else "yellow" if as_told else "red")
         return good
 
 
@@ -256,17 +297,3 @@ def _gpus_of(learner_id: int, num_learners: int, num_gpus: int, *, all_of_them: 
         return names[learner_id % len(names)]
     share = len(names) // num_learners
     return ",".join(names[learner_id * share : (learner_id + 1) * share])
-
-
-def _meaning(code: int) -> str:
-    """An exit code in words; 128 + n is signal n."""
-    try:
-        return f"exit code {code}" if code <= 128 else f"killed by {signal.Signals(code - 128).name}"
-    except ValueError:
-        return f"exit code {code}"
-
-
-def _shown_tail(child: Child) -> str:
-    tail = child.log_tail()
-    indented = "\n".join(f"  | {line}" for line in tail.splitlines()) if tail else "  | (nothing)"
-    return f"The last lines of {child.log}:\n{indented}"

@@ -11,6 +11,7 @@ from rich.console import Console
 import hf_diloco
 from hf_diloco.cli.chaos import chaos
 from hf_diloco.cli.export import export
+from hf_diloco.cli.guarded import guard
 from hf_diloco.cli.launch import launch
 from hf_diloco.cli.syncer import syncer
 from hf_diloco.errors import ConfigError, DiLoCoError
@@ -27,6 +28,7 @@ app.command(no_args_is_help=True, context_settings={"allow_interspersed_args": F
 app.command(no_args_is_help=True)(syncer)
 app.command(no_args_is_help=True)(export)
 app.command(context_settings={"allow_interspersed_args": False})(chaos)
+app.command(no_args_is_help=True, context_settings={"allow_interspersed_args": False})(guard)
 
 
 def _show_version(wanted: bool) -> None:

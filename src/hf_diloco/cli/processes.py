@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,14 +24,14 @@ _OUTER_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PALS
 
 
 class Child:
-    """One command, its log, and the pipe whose end stops it.
+    """One command, its log, and its leash: the pipe whose end stops it.
 
     Args:
         command: program and arguments.
         log: takes standard output and error.
         environment: of the command.
         grace_seconds: from :meth:`stop` to SIGKILL.
-        keeps_alive: another child that does not see the end of its own pipe before this one is gone.
+        keeps_alive: another child that does not see the end of its own leash before this one is gone.
 
     Raises:
         DiLoCoError: the log cannot be written, or no process can be started.
@@ -47,24 +48,45 @@ class Child:
     ) -> None:
         self.log = log
         self.grace_seconds = grace_seconds
-        guard = [sys.executable, "-m", "hf_diloco.cli.guard", str(grace_seconds), *command]
-        read_end, self._pipe = os.pipe()
+        self._command, self._environment = command, dict(environment)
+        self._leash: int
+        self._leash_end, self._leash = os.pipe()
+        self._kept_alive = [keeps_alive._leash] if keeps_alive else []
         try:
-            with log.open("wb") as output:
+            self._start("wb")
+        except DiLoCoError:
+            self.stop()
+            raise
+
+    def _start(self, mode: str) -> None:
+        guard = [sys.executable, "-m", "hf_diloco.cli.guard", str(self.grace_seconds), *self._command]
+        try:
+            with self.log.open(mode) as output:
                 self._guard = subprocess.Popen(
                     guard,
-                    stdin=read_end,
+                    stdin=self._leash_end,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=dict(environment),
+                    env=self._environment,
                     start_new_session=True,
-                    pass_fds=[keeps_alive._pipe] if keeps_alive else [],
+                    pass_fds=self._kept_alive,
                 )
         except OSError as error:
-            os.close(self._pipe)
-            raise DiLoCoError(f"{command[0]} could not be started with the log {log}: {error}") from error
-        finally:
-            os.close(read_end)
+            raise DiLoCoError(f"{self._command[0]} could not be started with the log {self.log}: {error}") from error
+        self.started_at = time.monotonic()
+
+    def restart(self, command: list[str] | None = None) -> None:
+        """Start it again after its end, with the same log and on the same leash.
+
+        Args:
+            command: from now on; default: as before.
+
+        Raises:
+            DiLoCoError: it cannot be started.
+        """
+        self.kill()
+        self._command = command or self._command
+        self._start("ab")
 
     def poll(self) -> int | None:
         """The exit code of the command (128 + n: killed by signal n) when all its processes are gone; else None."""
@@ -72,10 +94,16 @@ class Child:
         return 128 - code if code is not None and code < 0 else code
 
     def stop(self) -> None:
-        """SIGTERM to all its processes, SIGKILL to those left after the grace time. Returns at once. Idempotent."""
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._pipe = -1
+        """SIGTERM to its processes, SIGKILL to those left after the grace time. Returns at once. Idempotent."""
+        for end in (self._leash, self._leash_end):
+            if end >= 0:
+                os.close(end)
+        self._leash = self._leash_end = -1
+
+    def stop_at_once(self) -> None:
+        """SIGKILL to all its processes, after :meth:`stop`."""
+        if self._guard.poll() is None:
+            self._guard.send_signal(signal.SIGTERM)  # a guard that has been told already takes it like that
 
     def wait(self, timeout_seconds: float) -> bool:
         """Whether all its processes are gone, at the latest after ``timeout_seconds``."""

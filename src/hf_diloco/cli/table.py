@@ -61,13 +61,13 @@ class Display:
 def render(status: Mapping[str, Any]) -> Group:
     """The table."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in _COLUMNS:
+    restarts = ("restarts",) if "syncer_restarts" in status else ()
+    for column in (*_COLUMNS, *restarts):
         table.add_column(column, justify="left" if column in ("learner", "state") else "right")
     for learner in learners(status):
         state = word(learner.get("state"))
-        table.add_row(
-            *learner_cells(learner)[:1], Text(state, style=_COLORS.get(state, "")), *learner_cells(learner)[2:]
-        )
+        cells = [*learner_cells(learner), *(count(learner.get(name)) for name in restarts)]
+        table.add_row(cells[0], Text(state, style=_COLORS.get(state, "")), *cells[2:])
     return Group(Text(run_line(status), style="bold"), table)
 
 
@@ -76,7 +76,10 @@ def plain_lines(status: Mapping[str, Any]) -> list[str]:
     lines = [run_line(status)]
     for learner in learners(status):
         number, state, step, loss, rate, tokens = learner_cells(learner)
-        lines.append(f"  learner {number}: {state}, step {step}, loss {loss}, {rate} tokens/s, {tokens} tokens merged")
+        again = f", {count(learner['restarts'])} restarts" if learner.get("restarts") else ""
+        lines.append(
+            f"  learner {number}: {state}, step {step}, loss {loss}, {rate} tokens/s, {tokens} tokens merged{again}"
+        )
     return lines
 
 
@@ -88,10 +91,11 @@ def run_line(status: Mapping[str, Any]) -> str:
         f"{word(status.get('state'))} · outer step {count(status.get('outer_step'))} of "
         f"{count(status.get('total_steps'))} · {count(status.get('merges'))} merges, the last from learners {names} · "
         f"in {size(status.get('bytes_received'))}, out {size(status.get('bytes_sent'))}"
+        + (f" · syncer restarted {count(status['syncer_restarts'])} times" if status.get("syncer_restarts") else "")
     )
 
 
-def learners(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def learners(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What the status says of each learner."""
     items = status.get("learners")
     return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []

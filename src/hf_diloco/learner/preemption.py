@@ -13,13 +13,11 @@ from types import FrameType
 from typing import NoReturn
 
 from hf_diloco.learner import data_workers
+from hf_diloco.learner.launchers import is_launcher
 
 logger = logging.getLogger(__name__)
 
 _SAME_REQUEST_SECONDS = 3.0  # SIGTERM to all processes of a job, and passed on by a launcher, comes twice
-_LAUNCHER_PROGRAMS = ("accelerate", "accelerate-launch", "torchrun")
-_LAUNCHER_MODULES = ("accelerate.commands.launch", "accelerate.commands.accelerate_cli", "torch.distributed.run")
-_LAUNCHER_WORDS = 6  # of its command line: `python -u -m module` or `python /venv/bin/accelerate launch`
 
 
 class Preemption:
@@ -107,7 +105,6 @@ class Preemption:
 
 def _is_launcher(pid: int) -> bool:
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:_LAUNCHER_WORDS]
-    except OSError:
+        return is_launcher(Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0"))
+    except OSError:  # it has just ended, or this is not Linux
         return False
-    return any(os.path.basename(word) in _LAUNCHER_PROGRAMS or word in _LAUNCHER_MODULES for word in words)
