@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from hf_diloco.syncer.run_directory import RunDirectory
+from hf_diloco.syncer.tape import read_tape
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
 
@@ -33,17 +34,26 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = PATIENC
 class Launch:
     """One `hf-diloco launch`; its processes are known by a variable that they inherit."""
 
-    def __init__(self, path: Path, *words: object, script: Path = TRAIN, num_learners: int = 2, **env: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *words: object,
+        options: tuple[object, ...] = (),
+        prefix: tuple[str, ...] = (),
+        terminal: int = subprocess.DEVNULL,
+        **env: str,
+    ) -> None:
         self.directory = RunDirectory(path / "run", create=True)
         self.output = path / "output.txt"
-        command = [sys.executable, "-m", "hf_diloco.cli.main", "launch", "--num-learners", str(num_learners)]
+        command = [*prefix, sys.executable, "-m", "hf_diloco.cli.main", "launch", "--num-learners", "2"]
         command += ["--run-dir", str(self.directory.path), "--num-fragments", "4", "--sync-every", "4"]
+        command += [*map(str, options), str(TRAIN), *map(str, words)]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [*command, str(script), *map(str, words)],
+                command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
+                stdin=terminal,
                 cwd=path,
                 env={**os.environ, "TEST_MARK_OF_LAUNCH": str(path), **env},
             )
@@ -69,6 +79,25 @@ class Launch:
                 continue
             found += [process] if str(TRAIN) in words[1:3] else []
         return found
+
+    def trainer(self, learner_id: int) -> psutil.Process:
+        return next(item for item in self.trainers() if item.environ()["HF_DILOCO_LEARNER_ID"] == str(learner_id))
+
+    def leaves(self) -> list[dict[str, Any]]:
+        """Of learners that took leave."""
+        return [line for line in read_tape(self.directory.tape) if line["kind"] == "leave" and line["for_good"]]
+
+    def assert_drained_and_saved(self) -> None:
+        """Both learners took leave when they were told to stop, saved, and ended with 0; then the syncer ended."""
+        for learner_id in (0, 1):
+            assert f"Learner {learner_id} has ended (exit code 0)." in self.output.read_text(), self.text()
+            (checkpoint,) = (self.path / "out" / f"learner-{learner_id}").glob("checkpoint-*")
+            assert (checkpoint / "optimizer.pt").exists()
+        leaves = self.leaves()
+        assert sorted(line["learner_id"] for line in leaves) == [0, 1]
+        assert all("told to stop" in line["reason"] for line in leaves)
+        assert "was stopped before its end" in self.output.read_text()
+        assert (self.directory.model / "model.safetensors").exists(), self.text()
 
     def until_training(self, num_learners: int = 2) -> None:
         def training() -> bool:
@@ -133,24 +162,54 @@ def test_a_run_that_finishes(launch):
     assert token not in run.text()
 
 
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        [signal.SIGINT],
-        pytest.param([signal.SIGTERM], marks=pytest.mark.long),
-        pytest.param([signal.SIGTERM, signal.SIGINT], marks=pytest.mark.long),
-    ],
-)
+def test_ctrl_c_in_a_terminal(launch):
+    master, slave = os.openpty()
+    try:
+        run = launch("--steps", 100_000, prefix=("setsid", "--ctty"), terminal=slave)
+        run.until_training()
+        os.write(master, b"\x03")
+        assert run.wait(60) == 1, run.text()
+    finally:
+        os.close(master)
+        os.close(slave)
+    run.assert_nothing_left()
+    run.assert_drained_and_saved()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]])
 def test_a_signal_ends_all_and_keeps_the_model(launch, numbers):
+    """Two at once are one request."""
     run = launch("--steps", 100_000)
     run.until_training()
     for number in numbers:
         run.process.send_signal(number)
-        time.sleep(0.5)
     assert run.wait(60) == 1, run.text()
     run.assert_nothing_left()
-    assert "was stopped before its end" in run.output.read_text()
-    assert (run.directory.model / "model.safetensors").exists(), run.text()
+    run.assert_drained_and_saved()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a pid namespace")
+def test_as_the_first_process_of_a_container(launch):
+    run = launch("--steps", 100_000, prefix=("unshare", "--pid", "--fork", "--mount-proc", "--kill-child"))
+    run.until_training()
+    (first,) = psutil.Process(run.process.pid).children()
+    first.terminate()
+    assert run.wait(60) == 1, run.text()
+    run.assert_nothing_left()
+    run.assert_drained_and_saved()
+
+
+@pytest.mark.long
+def test_when_all_learners_are_preempted_the_syncer_writes_the_model(launch):
+    run = launch("--steps", 100_000)
+    run.until_training()
+    for process in run.trainers():
+        process.terminate()
+    assert run.wait(90) == 1, run.text()
+    run.assert_nothing_left()
+    run.assert_drained_and_saved()
 
 
 @pytest.mark.long
@@ -172,11 +231,18 @@ def test_when_launch_is_killed_nothing_stays(launch):
 
 
 @pytest.mark.long
-def test_a_script_that_ignores_signals_is_killed(launch):
-    run = launch("--deaf")
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_script_that_ignores_signals_is_killed(launch, twice):
+    """After the grace time, or when the user has lost patience."""
+    run = launch("--deaf", options=("--grace-seconds", 600 if twice else 5))
     wait_until(lambda: len(run.trainers()) == 2, "the scripts")
     wait_until(lambda: "deaf" in (run.directory.logs / "learner-0.log").read_text(), "a deaf script")
     run.process.send_signal(signal.SIGTERM)
+    if twice:
+        wait_until(lambda: "Stopping the learners" in run.output.read_text(), "the first to be taken notice of")
+        with pytest.raises(AssertionError, match="did not end"):
+            run.wait(2)  # longer than the time for which a second one is taken for the same
+        run.process.send_signal(signal.SIGTERM)
     assert run.wait(90) == 1, run.text()
     run.assert_nothing_left()
 
@@ -184,8 +250,7 @@ def test_a_script_that_ignores_signals_is_killed(launch):
 def test_a_learner_that_is_killed_is_named_and_the_other_goes_on(launch):
     run = launch("--steps", 400)
     run.until_training()
-    victim = next(item for item in run.trainers() if item.environ()["HF_DILOCO_LEARNER_ID"] == "1")
-    victim.kill()
+    run.trainer(1).kill()
     assert run.wait(180) == 1, run.text()
     run.assert_nothing_left()
     output = run.output.read_text()
@@ -204,6 +269,39 @@ def test_scripts_that_all_fail_end_the_run(launch):
     assert "Learner 0 died (exit code 1)" in output
     assert "a mistake in the script" in output  # the tail of its log
     assert "model: none" in output
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_what_dies_is_started_again(launch):
+    run = launch("--steps", 1500, options=("--restart",))
+    run.until_training()
+    run.trainer(1).kill()
+
+    def back() -> bool:
+        assert run.process.poll() is None, run.text()
+        joins = [line for line in read_tape(run.directory.tape) if line["kind"] == "join"]
+        return len({line["incarnation"] for line in joins if line["learner_id"] == 1}) == 2
+
+    wait_until(back, "the learner to come back")
+    assert run.wait(280) == 0, run.text()
+    run.assert_nothing_left()
+    output = run.output.read_text()
+    assert "Learner 1 died (exit code 1) and is started again in 1 s (restart 1 of at most 10 in a row)" in output
+    assert "Learner 1 is started again." in output
+    assert "tokens merged, 1 restarts" in output
+
+
+@pytest.mark.long
+def test_what_dies_again_and_again_is_given_up(launch):
+    run = launch("--fail", options=("--max-restarts", 1))
+    assert run.wait() == 1, run.text()
+    run.assert_nothing_left()
+    output = run.output.read_text()
+    for learner_id in (0, 1):
+        assert f"Learner {learner_id} died (exit code 1) and is given up after 1 restarts in a row" in output
+        assert (run.directory.logs / f"learner-{learner_id}.log").read_text().count("a mistake in the script") == 2
+    assert "a mistake in the script" in output
 
 
 @pytest.mark.long

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from pathlib import Path
 
@@ -22,7 +21,7 @@ class Slow(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if state.global_step == 1:
-            print(f"first step, pid {os.getpid()}", flush=True)
+            print("first step", flush=True)
 
     def on_prediction_step(self, *args, **kwargs) -> None:
         print("evaluating", flush=True)
@@ -54,39 +53,24 @@ def main() -> None:
     parser.add_argument("--num_workers", type=int, default=0)
     parser.add_argument("--row_seconds", type=float, default=0.0)
     parser.add_argument("--eval_every", type=int, default=0)
-    parser.add_argument("--handler", default="")
-    parser.add_argument("--jit", action="store_true")
+    parser.add_argument("--eval_seconds", type=float, default=0.0)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.handler:
-        install(options.handler)
     arguments = TrainingArguments(
         output_dir=str(options.output_dir), max_steps=options.max_steps, per_device_train_batch_size=4, use_cpu=True,
         report_to="none", save_strategy="no", disable_tqdm=True, dataloader_num_workers=options.num_workers,
         eval_strategy="steps" if options.eval_every else "no", eval_steps=options.eval_every or None,
-        per_device_eval_batch_size=4, enable_jit_checkpoint=options.jit, seed=1,
+        per_device_eval_batch_size=4, seed=1,
     )  # fmt: skip
     trainer = Trainer(
         model=model(0, 16),
         args=arguments,
         train_dataset=SlowData(options.row_seconds),
         eval_dataset=dataset(1),
-        callbacks=[Pace(options.step_seconds), DiLoCoCallback(), Slow(0.05)],
+        callbacks=[Pace(options.step_seconds), DiLoCoCallback(), Slow(options.eval_seconds)],
     )
     trainer.train()
     print("the script goes on after training", flush=True)
-
-
-def install(kind: str) -> None:
-    import signal
-    import sys
-
-    def handle(*_: object) -> None:
-        print("the user's handler", flush=True)
-        if kind == "exits":
-            sys.exit(7)
-
-    signal.signal(signal.SIGTERM, handle)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ class LocalRun:
             child,
             self._max_restarts,
             only_after_signals=True,
-            command=lambda: [*command, "--listen", self._join["HF_DILOCO_SYNCER"]],
+            command=lambda: [*command, "--listen", self._join["HF_DILOCO_SYNCER"], *flags],
         )
         self._display.message(f"Run directory {self._directory.path}")
         deadline = time.monotonic() + _SYNCER_START_SECONDS
