@@ -21,6 +21,7 @@ from transformers import (
 
 from hf_diloco.errors import DiLoCoWarning, LearnerRefusedError, UnsupportedError
 from hf_diloco.integrations import transformers as integration
+from hf_diloco.integrations.schedules import follow
 from hf_diloco.integrations.transformers import DiLoCoCallback
 
 pytestmark = pytest.mark.fast
@@ -264,7 +265,7 @@ def test_schedulers_of_torch_follow_step_by_step(make):
         optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-3)
         scheduler = make(optimizer)
         for step in steps:
-            integration._follow(scheduler, step)
+            follow(scheduler, step)
         return optimizer.param_groups[0]["lr"]
 
     assert rates([7, 13, 13, 14]) == pytest.approx(rates(range(15)), rel=1e-12)

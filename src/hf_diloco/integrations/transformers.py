@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from hf_diloco.config import DiLoCoPlugin
 from hf_diloco.errors import DiLoCoError, DiLoCoWarning, UnsupportedError
+from hf_diloco.integrations.schedules import can_follow, follow
 from hf_diloco.integrations.trainer_stack import end_training, save, serves, trainer_above
 from hf_diloco.learner.data import data_seed
 from hf_diloco.learner.learner import Learner
@@ -132,7 +132,7 @@ class DiLoCoCallback(TrainerCallback):
             self._end()
             raise
         self._warn_of_schedule(lr_scheduler)
-        _follow(lr_scheduler, self._learner.global_step)
+        follow(lr_scheduler, self._learner.global_step)
         self._counter = TokenCounter(model)
         self._counter.attach()
 
@@ -154,7 +154,7 @@ class DiLoCoCallback(TrainerCallback):
         goes_on = True
         if not getattr(optimizer, "step_was_skipped", False):  # fp16: the gradients overflowed, nothing was learned
             goes_on = self._learner.step(tokens, loss=self._loss, data_digest=self._counter.data_digest())
-            _follow(lr_scheduler, self._learner.global_step)
+            follow(lr_scheduler, self._learner.global_step)
             if self._learner.starts_over():
                 _forget_broken_state(optimizer)
             self._joint_step = self._learner.take_save_wanted()
@@ -259,7 +259,7 @@ class DiLoCoCallback(TrainerCallback):
             )
 
     def _warn_of_schedule(self, scheduler: Any) -> None:
-        if scheduler is not None and not _can_follow(scheduler) and not self._has_warned_of_schedule:
+        if scheduler is not None and not can_follow(scheduler) and not self._has_warned_of_schedule:
             self._has_warned_of_schedule = True
             warnings.warn(
                 f"the learning rate of {type(scheduler).__name__} follows this learner's own metrics and not the "
@@ -376,26 +376,6 @@ def _reseed(dataloader: Any, seed: int) -> None:
             dataloader.initial_seed = seed
         elif hasattr(dataloader, "generator"):  # None would be the process-wide one, seeded alike at all learners
             dataloader.generator = torch.Generator().manual_seed(seed)
-
-
-def _can_follow(scheduler: Any) -> bool:
-    """Whether its learning rate depends on steps alone, and not on what the loss did (plateau, greedy)."""
-    return isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
-
-
-def _follow(scheduler: Any, global_step: int) -> None:
-    """Set the learning rate to that of ``global_step``, as if that many steps had been taken."""
-    if not _can_follow(scheduler) or scheduler.last_epoch == global_step:
-        return
-    with warnings.catch_warnings():
-        # torch warns when a scheduler steps before its optimizer ever did; here that is what is meant.
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
-        if isinstance(scheduler, LambdaLR):  # a function of the step alone: all of Trainer's schedules but two
-            scheduler.last_epoch = global_step - 1
-            scheduler.step()
-        else:
-            while scheduler.last_epoch < global_step:  # each value is made from the one before
-                scheduler.step()
 
 
 def _files(model: nn.Module, processing_class: Any) -> dict[str, bytes]:
