@@ -70,8 +70,9 @@ class Preempted:
         text = self.process.tail(20000)
         assert "the script goes on" not in text, text
         assert "on_train_end of a later callback" in text, text
-        assert [line["for_good"] for line in self.leaves()] == [True], self.leaves()
+        assert [line["for_good"] for line in self.leaves()] == [False], self.leaves()
         assert "told to stop" in self.leaves()[0]["reason"]
+        assert self.tokens("merged") == self.tokens("trained") > 0
         self.check_checkpoint()
 
     def leaves(self) -> list[dict[str, Any]]:
@@ -80,6 +81,15 @@ class Preempted:
             return [line for line in lines if line["learner_id"] == self.learner_id]
 
         return wait_until(found, "the leave on the tape", 10)
+
+    def tokens(self, what: str) -> int:
+        """Merged or trained, as the syncer says once the learner is away."""
+
+        def away() -> dict[str, Any] | None:
+            rows = {row["learner_id"]: row for row in self.run.status().get("learners", [])}
+            return rows[self.learner_id] if rows[self.learner_id]["state"] == "absent" else None
+
+        return wait_until(away, "the learner to be away", 10)[f"tokens_{what}"]
 
     def check_checkpoint(self) -> None:
         (checkpoint,) = self.checkpoints()
@@ -164,7 +174,7 @@ def test_at_the_start_gate(start_run: Any) -> None:
     assert learner.process.wait(LIMIT_SECONDS) == 0, learner.process.tail()
     assert time.monotonic() - since < LIMIT_SECONDS
     assert not learner.checkpoints()
-    assert [line["for_good"] for line in learner.leaves()] == [True]
+    assert [line["for_good"] for line in learner.leaves()] == [False]
     learner.check_nothing_left()
 
 

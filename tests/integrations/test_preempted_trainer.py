@@ -16,7 +16,7 @@ from hf_diloco.integrations.transformers import DiLoCoCallback
 
 pytestmark = pytest.mark.fast
 
-LEFT = "leave: told to stop (SIGTERM)"
+LEFT = "away: told to stop (SIGTERM)"
 
 
 class SendSigterm(TrainerCallback):

@@ -75,8 +75,8 @@ class ScriptedLearner:
     def take_save_wanted(self):
         return None
 
-    def leave(self, reason, *, drain_seconds=0.0):
-        self.calls.append(f"leave: {reason}")
+    def leave(self, reason, *, drain_seconds, for_good):
+        self.calls.append(f"leave: {reason}" if for_good else f"away: {reason}")
 
     def close(self):
         self.calls.append("close")

@@ -154,9 +154,10 @@ class Leaving:
 
 @dataclass(frozen=True, kw_only=True)
 class Goodbye:
-    """The learner takes leave for good. Payload: empty (it keeps its place in the order)."""
+    """The learner takes leave. Payload: empty (it keeps its place in the order)."""
 
     reason: str
+    for_good: bool = True  # False: it is expected to be started again, so the run does not end without it
 
 
 # ---------------------------------------------------------------------------------------------- syncer -> learner

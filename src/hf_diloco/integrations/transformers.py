@@ -126,7 +126,7 @@ class DiLoCoCallback(TrainerCallback):
         try:
             self._preemption.watch()
             if not self._learner.join(interrupted=self._preemption.requested):
-                self._leave(f"told to stop ({self._preemption.reason})")
+                self._drain()
                 self._preemption.exit()
         except BaseException:  # Ctrl-C at the start gate, too
             self._end()
@@ -274,11 +274,11 @@ class DiLoCoCallback(TrainerCallback):
         self._holds_global = self._learner.finish(interrupted=self._preemption.requested)
         self._has_ended = self._holds_global or not self._preemption.requested()
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self, reason: str, *, for_good: bool = True) -> None:
         assert self._learner is not None
         self._has_ended = True
         logger.info("%s leaves the run (%s); its model keeps the local parameters", self._identity(), reason)
-        self._learner.leave(reason, drain_seconds=self._plugin.drain_seconds)
+        self._learner.leave(reason, drain_seconds=self._plugin.drain_seconds, for_good=for_good)
 
     # --------------------------------------------------------------------------------------------------- preemption
 
@@ -291,11 +291,11 @@ class DiLoCoCallback(TrainerCallback):
         if self._has_ended:
             return
         logger.warning(
-            "%s told to stop (%s): ships what is not merged (for at most %.0f s), saves a checkpoint, and ends",
+            "%s told to stop (%s): has what it did merged (for at most %.0f s), saves, and ends",
             self._identity(), self._preemption.reason, self._plugin.drain_seconds,
         )  # fmt: skip
         try:
-            self._leave(f"told to stop ({self._preemption.reason})")
+            self._leave(f"told to stop ({self._preemption.reason})", for_good=False)
         except DiLoCoError as error:  # whatever it is, there is still a checkpoint to save
             logger.error("%s could not ship what is not merged: %s", self._identity(), error)
 

@@ -391,17 +391,18 @@ class Learner:
             if local.anchor is not None:
                 self._parameters.write_(local.fragment, local.anchor)
 
-    def leave(self, reason: str, *, drain_seconds: float = 0.0) -> None:
+    def leave(self, reason: str, *, drain_seconds: float = 0.0, for_good: bool = True) -> None:
         """Take leave before the run is over; the others go on. The model keeps its local values.
 
         Args:
             reason: for the syncer's log.
+            for_good: False if it is to be started again: a run that all have left for good is over.
             drain_seconds: how long to wait for what this learner has to be merged first. What is not merged by then
                 is lost to the run.
         """
         if drain_seconds > 0:
             self._drain(reason, time.monotonic() + drain_seconds)
-        self._exchange.send(ms.Goodbye(reason=reason), torch.empty(0, dtype=torch.uint8))
+        self._exchange.send(ms.Goodbye(reason=reason, for_good=for_good), torch.empty(0, dtype=torch.uint8))
         self._exchange.close(drain_seconds=_GOODBYE_SECONDS)
 
     def _drain(self, reason: str, deadline: float) -> None:

@@ -153,7 +153,7 @@ class Run:
             if self._joint is not None:
                 self._joint.saved(learner_id, message.outer_step, message.path)
         elif isinstance(message, ms.Goodbye):
-            self.leave(learner_id, message.reason, for_good=True)
+            self.leave(learner_id, message.reason, for_good=message.for_good)
         elif isinstance(message, ms.HandedBack):
             if self._restart is not None:  # later it is too old: the recovery has ended without it
                 self.dispatch(self._restart.take(learner_id, message, payload))
