@@ -15,9 +15,16 @@ if "--deaf" in sys.argv:
         time.sleep(1)
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_diloco import DiLoCoCallback, shard_dataset
+
+
+class Pace(TrainerCallback):
+    """With --slow, a step takes a while: the run is still going on when a learner has been started again."""
+
+    def on_step_begin(self, *args, **kwargs) -> None:
+        time.sleep(0.05 if "--slow" in sys.argv else 0)
 
 
 def main() -> None:
@@ -35,7 +42,8 @@ def main() -> None:
         "out", max_steps=int(sys.argv[sys.argv.index("--steps") + 1]), per_device_train_batch_size=2,
         use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=50,
     )  # fmt: skip
-    Trainer(LlamaForCausalLM(config), args, train_dataset=shard_dataset(data), callbacks=[DiLoCoCallback()]).train()
+    callbacks = [Pace(), DiLoCoCallback()]
+    Trainer(LlamaForCausalLM(config), args, train_dataset=shard_dataset(data), callbacks=callbacks).train()
 
 
 if __name__ == "__main__":

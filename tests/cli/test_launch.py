@@ -83,6 +83,11 @@ class Launch:
     def trainer(self, learner_id: int) -> psutil.Process:
         return next(item for item in self.trainers() if item.environ()["HF_DILOCO_LEARNER_ID"] == str(learner_id))
 
+    def joins(self, learner_id: int) -> list[str]:
+        """Incarnations of a learner, one a join."""
+        lines = [line for line in read_tape(self.directory.tape) if line["kind"] == "join"]
+        return [line["incarnation"] for line in lines if line["learner_id"] == learner_id]
+
     def leaves(self) -> list[dict[str, Any]]:
         return [line for line in read_tape(self.directory.tape) if line["kind"] == "leave"]
 
@@ -96,7 +101,7 @@ class Launch:
         assert sorted(line["learner_id"] for line in leaves) == [0, 1]
         assert all("told to stop" in line["reason"] and not line["for_good"] for line in leaves)
         for account in self.directory.read_status()["learners"]:
-            assert account["tokens_merged"] == account["tokens_trained"] > 0
+            assert account["tokens_merged"] + account["tokens_overwritten"] == account["tokens_trained"] > 0
         assert "was stopped before its end" in self.output.read_text()
         assert (self.directory.model / "model.safetensors").exists(), self.text()
 
@@ -275,22 +280,37 @@ def test_scripts_that_all_fail_end_the_run(launch):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_what_dies_is_started_again(launch):
-    run = launch("--steps", 1500, options=("--restart",))
+    """A learner, and then the syncer, while the learners train on."""
+    run = launch("--steps", 2400, "--slow", options=("--restart",))
     run.until_training()
     run.trainer(1).kill()
 
-    def back() -> bool:
-        assert run.process.poll() is None, run.text()
-        joins = [line for line in read_tape(run.directory.tape) if line["kind"] == "join"]
-        return len({line["incarnation"] for line in joins if line["learner_id"] == 1}) == 2
-
-    wait_until(back, "the learner to come back")
+    wait_until(lambda: len(set(run.joins(1))) == 2, "the learner to come back")
+    address = run.directory.read_status()["address"]
+    psutil.Process(run.directory.read_status()["pid"]).kill()
+    wait_until(lambda: len(run.joins(0)) == 2, "the learners to find the syncer again")
     assert run.wait(280) == 0, run.text()
     run.assert_nothing_left()
     output = run.output.read_text()
     assert "Learner 1 died (exit code 1) and is started again in 1 s (restart 1 of at most 10 in a row)" in output
     assert "Learner 1 is started again." in output
     assert "tokens merged, 1 restarts" in output
+    assert "The syncer died (killed by SIGKILL) and is started again in 1 s" in output
+    assert "syncer restarted 1 times" in output
+    assert run.directory.read_status()["address"] == address
+    assert len(set(run.joins(0))) == 1, "the learners were kept alive"
+    assert "The run has finished" in output
+
+
+@pytest.mark.long
+def test_who_is_not_back_in_time_is_called_off(launch):
+    """The run is over before the second life of the learner begins."""
+    run = launch("--steps", 300, options=("--restart",))
+    run.until_training()
+    run.trainer(1).kill()
+    assert run.wait(120) == 0, run.text()
+    run.assert_nothing_left()
+    assert "Learner 1 was not back before the run had ended." in run.output.read_text(), run.text()
 
 
 @pytest.mark.long

@@ -219,9 +219,20 @@ class LocalRun:
         if self._syncer.exit_code != 0:
             self._display.message("Without a syncer the learners are told to stop.", style="red")
             return
+        self._call_off_restarts()
         while not self._all_learners_ended() and not self._num_signals:
             self._look()  # they evaluate, save, and end by themselves
             time.sleep(_POLL_SECONDS)
+
+    def _call_off_restarts(self) -> None:
+        """Who was being started again when the run ended would look for its syncer in vain."""
+        states = {row.get("learner_id"): row.get("state") for row in learners(self._directory.read_status())}
+        for learner_id, learner in enumerate(self._learners):
+            if learner.waits or (learner.num_restarts and states.get(learner_id) == "absent"):
+                learner.call_off()
+                self._display.message(f"{learner.name} was not back before the run had ended.")
+            else:
+                learner.settle()
 
     # ---------------------------------------------------------------------------------------------------------- ending
 
@@ -267,7 +278,7 @@ class LocalRun:
         status = self._status()
         self._display.update(status, now=True)
         finished = self._syncer.exit_code == 0
-        failed = [learner for learner in self._learners if learner.exit_code != 0]
+        failed = [learner for learner in self._learners if learner.exit_code != 0 and not learner.called_off]
         mean = number(status.get("mean_participants"))
         lines = [
             f"The run {'has finished' if finished else 'was stopped before its end'}: outer step "

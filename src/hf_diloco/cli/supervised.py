@@ -57,6 +57,7 @@ class Supervised:
         self.name, self.child = name, child
         self.exit_code: int | None = None  # when it has ended well, or for good
         self.num_restarts = 0
+        self.called_off = False  # it was being brought back when that was no longer wanted
         self._backoff = Backoff(max_restarts)
         self._only_after_signals, self._command = only_after_signals, command
         self._due: float | None = None
@@ -89,6 +90,17 @@ class Supervised:
         if self.exit_code is None:
             self.exit_code = self.child.poll()
 
+    @property
+    def waits(self) -> bool:
+        """It is dead, to be started again."""
+        return self._due is not None
+
+    def call_off(self) -> None:
+        """Bring it back no more."""
+        self.called_off = True
+        self.settle()
+        self.child.stop()
+
     def _start_again(self) -> str:
         self._due = None
         try:
@@ -100,8 +112,8 @@ class Supervised:
         return f"{self.name} is started again."
 
     def _last_words(self, code: int) -> str:
-        if code == 0:
-            return f"{self.name} has ended (exit code 0)."
+        if code == 0 or self.called_off:
+            return f"{self.name} has ended ({meaning(code)})."
         if self._backoff.in_a_row:
             return (
                 f"{self.name} died ({meaning(code)}) and is given up after {self._backoff.in_a_row} restarts in a row. "
