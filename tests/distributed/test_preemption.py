@@ -50,11 +50,12 @@ class Preempted:
         run._all.append(self.process)
 
     def until_merged(self, rounds: int = 6) -> None:
-        def mine(line: dict[str, Any]) -> bool:
+        def merged() -> bool:
             assert self.process.running(), self.process.tail()
-            return self.learner_id in [item["learner_id"] for item in line["participants"]]
+            participants = [[item["learner_id"] for item in line["participants"]] for line in self.run.rounds()]
+            return sum(self.learner_id in learner_ids for learner_ids in participants) >= rounds
 
-        self.run.wait_for_rounds(rounds, mine, f"merges of learner {self.learner_id}")
+        wait_until(merged, f"merges of learner {self.learner_id}")
 
     def trainer(self) -> psutil.Process:
         """The process that trains (of a container as it is seen from outside)."""

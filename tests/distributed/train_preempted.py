@@ -7,17 +7,20 @@ import time
 from pathlib import Path
 
 import torch
-from train_tiny import Pace, dataset, model
+from train_tiny import dataset, model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_diloco import DiLoCoCallback
 
 
 class Slow(TrainerCallback):
-    """A slow evaluation, and a word in the log when things begin."""
+    """Slow steps, a slow evaluation, and a word in the log when things begin and end."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, step_seconds: float, eval_seconds: float) -> None:
+        self._step_seconds, self._eval_seconds = step_seconds, eval_seconds
+
+    def on_step_begin(self, *args, **kwargs) -> None:
+        time.sleep(self._step_seconds)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if state.global_step == 1:
@@ -25,7 +28,7 @@ class Slow(TrainerCallback):
 
     def on_prediction_step(self, *args, **kwargs) -> None:
         print("evaluating", flush=True)
-        time.sleep(self._seconds)
+        time.sleep(self._eval_seconds)
 
     def on_train_end(self, *args, **kwargs) -> None:
         print("on_train_end of a later callback", flush=True)
@@ -67,7 +70,7 @@ def main() -> None:
         args=arguments,
         train_dataset=SlowData(options.row_seconds),
         eval_dataset=dataset(1),
-        callbacks=[Pace(options.step_seconds), DiLoCoCallback(), Slow(options.eval_seconds)],
+        callbacks=[DiLoCoCallback(), Slow(options.step_seconds, options.eval_seconds)],
     )
     trainer.train()
     print("the script goes on after training", flush=True)
