@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -175,7 +177,7 @@ class DiLoCoPlugin:
         """The run's token, from ``token`` or ``token_file``.
 
         Raises:
-            ConfigError: neither is set, or the file cannot be read.
+            ConfigError: neither is set, or the file cannot be read, or others can read it too.
         """
         if self.token:
             return self.token.strip()
@@ -184,11 +186,7 @@ class DiLoCoPlugin:
                 "a syncer is set but no token. Copy the file `token` from the syncer's run directory to this machine "
                 "and set HF_DILOCO_TOKEN_FILE to its path."
             )
-        try:
-            with open(self.token_file, encoding="utf-8") as file:
-                token = file.read().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"token_file={self.token_file!r} cannot be read: {error}") from error
+        token = read_secret_file(self.token_file)
         if not token:
             raise ConfigError(
                 f"token_file={self.token_file!r} is empty. Copy it from the syncer's run directory again."
@@ -201,6 +199,25 @@ class DiLoCoPlugin:
         assert self.syncer
         host, _, port = self.syncer.rpartition(":")
         return host.strip("[]"), int(port)
+
+
+def read_secret_file(path: str | os.PathLike[str]) -> str:
+    """The text of a file that only its owner may read.
+
+    Raises:
+        ConfigError: it cannot be read, or others can read it too.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & 0o077:
+                raise ConfigError(
+                    f"{path} holds a secret and other users of this machine may read or write it (mode {mode:04o}). "
+                    f"Run: chmod 600 {shlex.quote(str(path))}"
+                )
+            return file.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
 def _parse(name: str, value: str, kind: str) -> Any:

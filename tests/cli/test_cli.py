@@ -258,6 +258,7 @@ def test_join_lines_hold_all_but_the_token(tmp_path):
     assert "scp " in remote
     assert token not in remote
     assert "up to" not in remote
+    assert "HF_DILOCO_NUM_SHARDS=1 accelerate" in remote  # shard_dataset needs it even then
     assert "and so on to HF_DILOCO_LEARNER_ID=99" in join_lines(
         "[::1]:1", directory, SyncerConfig(expected_learners=100)
     )

@@ -63,7 +63,7 @@ def trainer(port: int, learner_id: int, timeout: float, size: int) -> None:
     from hf_diloco.links.rpc import RpcLearnerLink
 
     token = os.environ["TEST_TOKEN"]
-    link = RpcLearnerLink("127.0.0.1", port, token, learner_id, f"{os.getpid()}", link_timeout_seconds=timeout)
+    link = RpcLearnerLink("127.0.0.1", port, token, learner_id, f"{os.getpid()}")
     link.open()
     payload, number = payload_of(size, learner_id), 0
     if os.environ.get("TEST_FORK") and os.fork() == 0:  # as a DataLoader's worker: it holds copies of all descriptors

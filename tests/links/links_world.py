@@ -5,15 +5,31 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import torch
 
 from hf_diloco.core.messages import Message, SupplyFile
 from hf_diloco.links.base import LearnerLink, LinkEvent, Received, SyncerLinks
+from hf_diloco.links.rpc import RpcSyncerLinks
+from hf_diloco.links.token import make_certificate, write_token
 
 TOKEN = "token-of-the-tests"
 PATIENCE = 60.0
+
+
+def syncer_with_tls(path: Path, timeout: float = 10.0) -> tuple[RpcSyncerLinks, str]:
+    """A syncer that listens everywhere, and the token of its learners. ``path`` takes its certificate."""
+    certificate = make_certificate()
+    (path / "certificate.pem").write_text(certificate)
+    token = write_token(TOKEN, certificate)
+    links = RpcSyncerLinks("0.0.0.0", 0, token, certificate=path / "certificate.pem", link_timeout_seconds=timeout)
+    return links, token
+
+
+def port_of(syncer: SyncerLinks) -> int:
+    return int(syncer.address.rpartition(":")[2])
 
 
 def until(

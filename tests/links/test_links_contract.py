@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ SIZES = [0, 1, (8 << 20) - 1, 8 << 20, (8 << 20) + 1, 100 << 20]
 class World:
     """A syncer's end, and as many learners' ends as a test wants."""
 
-    def __init__(self, syncer: SyncerLinks, make: Callable[[int, str], LearnerLink]) -> None:
-        self.syncer, self._make, self.learners = syncer, make, []
+    def __init__(
+        self, syncer: SyncerLinks, make: Callable[[int, str], LearnerLink], close: Callable[[], None] = lambda: None
+    ) -> None:
+        self.syncer, self._make, self.learners, self.close = syncer, make, [], close
 
     def learner(self, learner_id: int = 0, incarnation: str = "a") -> LearnerLink:
         link = self._make(learner_id, incarnation)
@@ -36,12 +39,12 @@ class World:
         return link
 
 
-def _in_process() -> World:
+def _in_process(_path: Path) -> World:
     hub = InProcessHub(seed=0)
     return World(hub, hub.connect)
 
 
-def _rpc() -> World:
+def _rpc(_path: Path) -> World:
     from hf_diloco.links.rpc import RpcLearnerLink, RpcSyncerLinks
 
     syncer = RpcSyncerLinks("127.0.0.1", 0, TOKEN)
@@ -53,19 +56,37 @@ def _rpc() -> World:
     )
 
 
+def _tls(path: Path) -> World:
+    """Learners in another network: all they say goes through the door, in TLS."""
+    from elsewhere import DistantLearnerLink, Network
+    from links_world import syncer_with_tls
+
+    network = Network()
+    syncer, token = syncer_with_tls(path)
+
+    def make(number: int, incarnation: str) -> LearnerLink:
+        link = DistantLearnerLink(network.address, int(syncer.address.rpartition(":")[2]), token, number, incarnation)
+        link.network = network
+        return link
+
+    return World(syncer, make, network.close)
+
+
 @pytest.fixture(
     params=[
         pytest.param(_in_process, id="in_process", marks=pytest.mark.fast),
         pytest.param(_rpc, id="rpc", marks=pytest.mark.distributed),
+        pytest.param(_tls, id="tls", marks=[pytest.mark.distributed, pytest.mark.long]),
     ]
 )
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    world = request.param()
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+    world = request.param(tmp_path)
     world.syncer.open()
     yield world
     for link in world.learners:
         link.close()
     world.syncer.close()
+    world.close()
 
 
 def test_links_and_takes_leave(world: World) -> None:

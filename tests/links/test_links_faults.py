@@ -25,6 +25,7 @@ from links_world import (
     is_whole,
     number_of,
     payload_of,
+    port_of,
     signed,
     until,
 )
@@ -35,6 +36,7 @@ from hf_diloco.links import handshake
 from hf_diloco.links.base import LinkDown, LinkUp, Received
 from hf_diloco.links.relay import relay
 from hf_diloco.links.rpc import RpcLearnerLink, RpcSyncerLinks
+from hf_diloco.links.token import Token
 
 pytestmark = pytest.mark.distributed
 
@@ -119,7 +121,7 @@ def connect() -> Iterator[Callable[..., RpcLearnerLink]]:
     links: list[RpcLearnerLink] = []
 
     def start(port: int, learner_id: int = 0, incarnation: str = "a", token: str = TOKEN) -> RpcLearnerLink:
-        link = RpcLearnerLink("127.0.0.1", port, token, learner_id, incarnation, link_timeout_seconds=TIMEOUT)
+        link = RpcLearnerLink("127.0.0.1", port, token, learner_id, incarnation)
         links.append(link)
         link.open()
         return link
@@ -127,10 +129,6 @@ def connect() -> Iterator[Callable[..., RpcLearnerLink]]:
     yield start
     for link in links:
         link.close()
-
-
-def port_of(syncer: RpcSyncerLinks) -> int:
-    return int(syncer.address.rpartition(":")[2])
 
 
 @pytest.fixture
@@ -334,14 +332,14 @@ def test_the_door_proves_that_it_knows_the_token() -> None:
         thread = threading.Thread(target=impostor)
         thread.start()
         with pytest.raises(AuthenticationError, match="not this run's syncer"):
-            handshake.connect("127.0.0.1", listener.getsockname()[1], TOKEN, handshake.CONTROL, {}, 10)
+            handshake.connect("127.0.0.1", listener.getsockname()[1], Token(TOKEN, None), handshake.CONTROL, {}, 10)
         thread.join()
 
 
 def test_another_version_is_named(syncer: RpcSyncerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "LINK_PROTOCOL", 99)
     with pytest.raises(LearnerRefusedError, match=r"link protocol 99.*link protocol 1\b"):
-        handshake.connect("127.0.0.1", port_of(syncer), TOKEN, handshake.CONTROL, {}, 10)
+        handshake.connect("127.0.0.1", port_of(syncer), Token(TOKEN, None), handshake.CONTROL, {}, 10)
 
 
 def test_nobody_listens(connect: Callable) -> None:

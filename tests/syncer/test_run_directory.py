@@ -1,5 +1,7 @@
+import hashlib
 import json
 import os
+import ssl
 import stat
 import subprocess
 import sys
@@ -8,6 +10,7 @@ import pytest
 
 from hf_diloco.config import SyncerConfig, config_to_dict
 from hf_diloco.errors import ConfigError, DiLoCoError
+from hf_diloco.links.token import read_token
 from hf_diloco.syncer.run_directory import RunDirectory
 
 pytestmark = pytest.mark.fast
@@ -32,21 +35,44 @@ def test_without_create_it_must_be_there(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_the_token_is_made_once_and_private(tmp_path):
+def test_token_and_certificate_are_made_once_and_private(tmp_path):
     directory = RunDirectory(tmp_path)
     token = directory.read_or_make_token()
-    assert len(bytes.fromhex(token)) == 32
-    assert stat.S_IMODE(directory.token.stat().st_mode) == 0o600
-    directory.token.chmod(0o644)
+    secret, fingerprint = read_token(token)
+    assert len(bytes.fromhex(secret)) == 32
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(directory.certificate)  # key and certificate belong together
+    pem = directory.certificate.read_text().partition("-----END PRIVATE KEY-----\n")[2]
+    assert hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest() == fingerprint
+    for path in (directory.token, directory.certificate):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert RunDirectory(tmp_path).read_or_make_token() == token
-    assert stat.S_IMODE(directory.token.stat().st_mode) == 0o600
+    assert {item.name for item in tmp_path.iterdir()} == {"checkpoints", "logs", "token", "certificate.pem"}
 
 
-def test_an_empty_token_is_refused(tmp_path):
+def test_without_tls_the_token_is_the_secret_alone(tmp_path):
     directory = RunDirectory(tmp_path)
-    directory.token.write_text("")
-    with pytest.raises(DiLoCoError, match="is empty"):
-        directory.read_or_make_token()
+    token = directory.read_or_make_token()
+    assert directory.read_or_make_token(tls=False) == token.partition(".")[0]
+    assert directory.token.read_text().strip() == token.partition(".")[0]
+    assert directory.read_or_make_token() == token
+
+
+@pytest.mark.parametrize("name", ["token", "certificate.pem"])
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o620])
+def test_a_secret_that_others_can_read_is_refused(tmp_path, name, mode):
+    RunDirectory(tmp_path).read_or_make_token()
+    (tmp_path / name).chmod(mode)
+    with pytest.raises(ConfigError, match=rf"mode {mode:04o}.*chmod 600 {tmp_path / name}"):
+        RunDirectory(tmp_path).read_or_make_token()
+
+
+@pytest.mark.parametrize("name", ["token", "certificate.pem"])
+def test_a_broken_secret_is_named(tmp_path, name):
+    RunDirectory(tmp_path).read_or_make_token()
+    (tmp_path / name).write_text("")
+    with pytest.raises(DiLoCoError, match=rf"{name} is empty or broken"):
+        RunDirectory(tmp_path).read_or_make_token()
 
 
 def test_an_earlier_run_is_gone_on_with_under_its_own_settings(tmp_path):

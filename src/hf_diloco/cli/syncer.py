@@ -43,6 +43,9 @@ def syncer(
             "started again from theirs, which are listed.",
         ),
     ] = None,
+    no_tls: Annotated[
+        bool, typer.Option("--no-tls", help="Do not encrypt links: for a network that is encrypted already.")
+    ] = False,
 ) -> None:
     """Run the syncer alone; it prints the line to run on each learner's machine.
 
@@ -58,17 +61,17 @@ def syncer(
             port = port or _port_of_run(directory, host)
         config = SyncerConfig(**settings)
         console = Console(highlight=False)
-        token = directory.read_or_make_token()
+        token = directory.read_or_make_token(tls=not no_tls)
         directory.status.unlink(missing_ok=True)
         with Display(console) as display:
             _set_up_logging(console, directory)
-            if not is_loopback(host):
+            if no_tls and not is_loopback(host):
                 display.message(
-                    "Warning: the links to learners are authenticated with the run's token but not encrypted yet: "
-                    "whoever can read this network can read the model. Use a VPN, WireGuard or an SSH tunnel.",
+                    "Links are not encrypted (--no-tls): whoever can read this network can read the model.",
                     style="yellow",
                 )
-            finished = _serve(config, host, port, token, directory, display, go_back_to)
+            certificate = None if no_tls else directory.certificate
+            finished = _serve(config, host, port, token, certificate, directory, display, go_back_to)
     if not finished:
         raise typer.Exit(1)
 
@@ -78,6 +81,7 @@ def _serve(
     host: str,
     port: int,
     token: str,
+    certificate: Path | None,
     directory: RunDirectory,
     display: Display,
     go_back_to: int | None = None,
@@ -87,7 +91,7 @@ def _serve(
     from hf_diloco.syncer.export import export_model
     from hf_diloco.syncer.service import Syncer
 
-    links = RpcSyncerLinks(host, port, token, link_timeout_seconds=config.link_timeout_seconds)
+    links = RpcSyncerLinks(host, port, token, certificate=certificate, link_timeout_seconds=config.link_timeout_seconds)
     service = Syncer(config, links, directory, go_back_to=go_back_to)
     for learner_id, path in service.learner_checkpoints.items():
         display.message(f"learner {learner_id}: trainer.train(resume_from_checkpoint={path!r})")
@@ -156,11 +160,10 @@ def join_lines(address: str, directory: RunDirectory, config: SyncerConfig) -> s
         lines.append("and run there, its own number each:")
         token_file = "hf-diloco-token"
     num_shards = config.num_shards or config.expected_learners
-    shards = f" HF_DILOCO_NUM_SHARDS={num_shards}" if num_shards > 1 else ""
     for learner_id in range(min(config.expected_learners, _MOST_JOIN_LINES)):
         lines.append(
-            f"  HF_DILOCO_SYNCER={address} HF_DILOCO_LEARNER_ID={learner_id} HF_DILOCO_TOKEN_FILE={token_file}{shards} "
-            "accelerate launch train.py"
+            f"  HF_DILOCO_SYNCER={address} HF_DILOCO_LEARNER_ID={learner_id} HF_DILOCO_TOKEN_FILE={token_file} "
+            f"HF_DILOCO_NUM_SHARDS={num_shards} accelerate launch train.py"
         )
     if config.expected_learners > _MOST_JOIN_LINES:
         lines.append(f"  ... and so on to HF_DILOCO_LEARNER_ID={config.expected_learners - 1}")

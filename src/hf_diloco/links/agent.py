@@ -19,7 +19,7 @@ import torch.distributed.rpc as rpc
 from torch.distributed.rpc import api, internal
 
 from hf_diloco.errors import UnsupportedError
-from hf_diloco.links import wire
+from hf_diloco.links import sandbox, wire
 
 _URL_PREFIX = "uv://127.0.0.1:"
 
@@ -51,18 +51,25 @@ class Agent:
         return name
 
 
-def self_test() -> None:
+def self_test(*, sandboxed: bool) -> None:
     """An agent starts, reaches an agent (itself) without rendezvous, and refuses pickles. In a throw-away process.
 
     Raises:
         UnsupportedError: not so with this torch release.
     """
+    if sandboxed:
+        sandbox.before_agent()
     try:
         agent = Agent("self", num_threads=2)
         to_self = agent.add_peer(agent.port)
         wire.offer("echo", lambda value: value)
         if wire.call(to_self, "echo", "x", timeout_seconds=10).wait() != "x":
             raise UnsupportedError("a call came back changed")
+        if sandboxed:
+            sandbox.lock(may_connect=False)
+            sandbox.check_locked(may_connect=False)
+            if wire.call(to_self, "echo", torch.ones(1), timeout_seconds=10).wait() != 1:
+                raise sandbox.NoSandboxError("RPC needs what the sandbox forbids")
         foreign = pickle.dumps((os.getpid, ()))
         try:
             rpc._invoke_rpc_python_udf(agent._agent.get_worker_info(to_self), foreign, [], 10.0, False).wait()
@@ -73,6 +80,8 @@ def self_test() -> None:
             raise UnsupportedError("a pickle was not refused")
         if internal.deserialize(foreign, []).__class__ is not AttributeError:
             raise UnsupportedError("the codec was not replaced")
+    except sandbox.NoSandboxError:
+        raise
     except Exception as error:
         raise UnsupportedError(
             f"torch {torch.__version__} changed the parts of torch.distributed.rpc that hf-diloco's links stand on "

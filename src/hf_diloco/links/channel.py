@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_diloco.errors import MessageError
 from hf_diloco.links.loop import READ, WRITE, Loop
@@ -36,18 +36,26 @@ class FrameError(MessageError):
     """The other side sent something that is no frame."""
 
 
+class Frame(NamedTuple):
+    """One message."""
+
+    message: dict[str, Any]
+    fds: list[int]
+    num_bytes: int
+
+
 class FrameReader:
     """Takes frames and descriptors off a unix stream socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._bytes, self._fds = sock, bytearray(), deque[int]()
 
-    def read(self) -> list[tuple[dict[str, Any], list[int]]] | None:
+    def read(self) -> list[Frame] | None:
         """The frames completed by one recvmsg; None at the end of the stream.
 
         Raises:
             BlockingIOError: nothing there (non-blocking socket).
-            FrameError, OSError: the stream is broken.
+            FrameError, OSError, ValueError, RecursionError: the stream is broken.
         """
         data, ancillary, flags, _ = self._sock.recvmsg(
             1 << 18, socket.CMSG_SPACE(_MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
@@ -67,7 +75,7 @@ class FrameReader:
             frames.append(frame)
         return frames
 
-    def _next(self) -> tuple[dict[str, Any], list[int]] | None:
+    def _next(self) -> Frame | None:
         if len(self._bytes) < 4:
             return None
         (length,) = _HEADER.unpack_from(self._bytes)
@@ -79,7 +87,7 @@ class FrameReader:
             message = json.loads(bytes(view[4 : 4 + length]))
         del self._bytes[: 4 + length]
         fds = [self._fds.popleft() for _ in range(message.pop("fds", 0))]
-        return message, fds
+        return Frame(message, fds, length)
 
     def close(self) -> None:
         """Close descriptors that nobody asked for."""
@@ -126,6 +134,7 @@ class Channel:
         self._mapped: dict[int, Tensor] = {}  # the other side's regions
         self.closed = False
         self.heard = time.monotonic()  # when the other side last said something
+        self.frame_bytes = 0  # length of the message that is being handled
         loop.call_soon(self._watch)
 
     def post(self, message: dict[str, Any], *, fds: Sequence[int] = (), buffer: Buffer | None = None) -> bool:
@@ -221,15 +230,16 @@ class Channel:
             frames = self._reader.read()
         except BlockingIOError:
             return
-        except (OSError, FrameError, ValueError, IndexError, AttributeError) as error:
+        except (OSError, FrameError, ValueError, IndexError, AttributeError, TypeError, RecursionError) as error:
             return self._broken(f"{type(error).__name__}: {error}")
         if frames is None:
             return self._broken("")
         self.heard = time.monotonic()
-        for message, fds in frames:
+        for frame in frames:
             if self.closed:
                 break
-            self._handle(message, fds)
+            self.frame_bytes = frame.num_bytes
+            self._handle(frame.message, frame.fds)
 
     def _handle(self, message: dict[str, Any], fds: list[int]) -> None:
         op = message.get("op")
@@ -242,7 +252,10 @@ class Channel:
             return
         payload, release = None, _nothing
         if "buffer" in message:
-            payload, release = self._map(message, fds)
+            try:
+                payload, release = self._map(message, fds)
+            except (OSError, MessageError, ValueError, LookupError, TypeError) as error:
+                return self._broken(f"{type(error).__name__}: {error}")
         elif "size" in message:
             import torch
 

@@ -20,20 +20,36 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from hf_diloco.errors import AuthenticationError, LearnerRefusedError, MessageError
-from hf_diloco.links import handshake, wire
+from hf_diloco.links import handshake, sandbox, wire
 from hf_diloco.links.agent import Agent
-from hf_diloco.links.buffers import MAX_PAYLOAD_BYTES, Buffer, BufferPool, exact_piece
+from hf_diloco.links.buffers import (
+    MAX_HELD_BYTES,
+    MAX_PAYLOAD_BYTES,
+    PIECE_BYTES,
+    WINDOW,
+    Buffer,
+    BufferPool,
+    exact_piece,
+)
 from hf_diloco.links.channel import Channel
-from hf_diloco.links.loop import Loop, tick_seconds
+from hf_diloco.links.loop import (
+    LOCAL_TICK_SECONDS,
+    SHORTEST_LOCAL_TIMEOUT_SECONDS,
+    UNTOLD_TIMEOUT_SECONDS,
+    Loop,
+    tick_seconds,
+)
 from hf_diloco.links.relay import listen_for
+from hf_diloco.links.token import Token
 
 logger = logging.getLogger(__name__)
 
-_PIECE_BYTES = 8 << 20
-_WINDOW = 4  # pieces under way
 _BULK_TIMEOUT_SECONDS = 120.0  # slow is not dead: death is for the beats to find
 _MAX_TELL_MESSAGES = 64
 _MAX_TELL_BYTES = 4 << 20
+_MAX_POLL_ITEMS = 64
+_MAX_DOWNLOADS = 1000  # announced and not fetched yet; an honest syncer has one a fragment under way
+_LONGEST_TIMEOUT_SECONDS = 86_400.0
 
 
 @dataclass
@@ -50,8 +66,10 @@ class Courier:
 
     def __init__(self, sock: socket.socket, args: dict[str, Any]) -> None:
         self._args = args
-        self._timeout: float = args["timeout"]
-        self._loop, self._pool = Loop(), BufferPool()
+        self._address: str = args["host_name"]
+        self._timeout = UNTOLD_TIMEOUT_SECONDS
+        self._room = threading.Condition()
+        self._loop, self._pool = Loop(), BufferPool(self._has_room)
         self._tells: deque[tuple[int, dict[str, Any]]] = deque()
         self._tell_there = threading.Semaphore(0)
         self._uploads: queue.SimpleQueue[_Upload] = queue.SimpleQueue()
@@ -64,29 +82,31 @@ class Courier:
 
     def run(self) -> NoReturn:
         """Link, then carry."""
-        self._loop.every(tick_seconds(self._timeout), self._tick)
+        self._loop.every(LOCAL_TICK_SECONDS, self._tick)
         self._loop.start("trainer-channel")
         try:
             control, answer = self._knock()
-            self._token: str = answer["token"]
-            self._timeout = min(self._timeout, answer["timeout"])
+            self._token, port = str(answer["token"]), int(answer["port"])
         except AuthenticationError as error:
             self._end(str(error), kind="authentication")
         except LearnerRefusedError as error:
             self._end(str(error), kind="refused")
-        except (OSError, EOFError, MessageError, KeyError) as error:
+        except (OSError, EOFError, MessageError, KeyError, TypeError, ValueError) as error:
             self._end(self._explain(error))
-        direct = answer["direct"] and self._args["direct"]
+        if self._args["sandboxed"]:
+            sandbox.before_agent()
+        direct = bool(answer.get("direct")) and self._args["direct"]
         try:
             if not direct:
-                listen_for(answer["port"], self._dial)
+                listen_for(port, self._dial)
             agent = Agent("courier", num_threads=4)
-            self._ctl, self._up, self._down = (agent.add_peer(answer["port"]) for _ in range(3))
+            self._ctl, self._up, self._down = (agent.add_peer(port) for _ in range(3))
             self._beat()
+            sandbox.limit_memory()
+            if self._args["sandboxed"]:
+                sandbox.lock(may_connect=True)
         except Exception as error:
-            self._end(
-                f"the syncer's gateway cannot be reached: {str(error)[:200]}", kind="direct" if direct else "lost"
-            )
+            self._end(f"the syncer's gateway cannot be reached: {str(error)[:200]}", kind="unreachable")
         self._channel.post({"op": "up"})
         for work in (self._watch_control, self._send_tells, self._poll, self._upload, self._download):
             threading.Thread(target=self._guarded, args=(work, control), name=work.__name__, daemon=True).start()
@@ -110,7 +130,7 @@ class Courier:
 
     def _tick(self) -> None:
         self._channel.post({"op": "tick"})
-        if time.monotonic() - self._channel.heard > self._args["timeout"]:
+        if time.monotonic() - self._channel.heard > max(self._timeout, SHORTEST_LOCAL_TIMEOUT_SECONDS):
             os._exit(0)  # the trainer is stopped: it shall be missed
 
     # ------------------------------------------------------------------------------------------------- coming in
@@ -122,14 +142,17 @@ class Courier:
         control.settimeout(max(30.0, self._timeout))  # the syncer may be busy
         answer = handshake.receive_document(control)
         control.settimeout(None)
+        self._timeout = min(max(0.1, float(answer["timeout"])), _LONGEST_TIMEOUT_SECONDS)
+        self._channel.post({"op": "timeout", "seconds": self._timeout})
         if "refused" in answer:
-            self._end(str(answer["refused"]), kind=answer.get("kind", "lost"))
+            self._end(str(answer["refused"]), kind=str(answer.get("kind", "lost")))
+        self._address = control.getpeername()[0]  # data goes the same way, and no name needs to be resolved again
         return control, answer
 
     def _connect(self, kind: bytes, request: dict[str, Any]) -> socket.socket:
         args = self._args
         timeout = min(8.0, max(2.0, self._timeout))
-        return handshake.connect(args["host_name"], args["port"], args["token"], kind, request, timeout)
+        return handshake.connect(self._address, args["port"], Token(*args["token"]), kind, request, timeout)
 
     def _dial(self) -> socket.socket:
         return self._connect(handshake.DATA, {"token": self._token})
@@ -221,15 +244,19 @@ class Courier:
                 finish_oldest()
             upload = self._uploads.get()
             for arguments, is_last in _pieces(upload):
-                if len(under_way) == _WINDOW:
+                if len(under_way) == WINDOW:
                     finish_oldest()
-                future = wire.call(self._up, "put", self._token, *arguments, timeout_seconds=_BULK_TIMEOUT_SECONDS)
+                future = wire.call(
+                    self._up, "put", self._token, *arguments, timeout_seconds=_BULK_TIMEOUT_SECONDS, is_async=True
+                )
                 under_way.append((future, upload if is_last else None))
 
     def _poll(self, _control: socket.socket) -> None:
         seen = 0
         while True:
             items = wire.call(self._ctl, "poll", self._token, seen, timeout_seconds=0, is_async=True).wait()
+            if len(items) > _MAX_POLL_ITEMS or self._downloads.qsize() > _MAX_DOWNLOADS:
+                raise MessageError("the syncer announces more than it may")
             for number, item in items:
                 if number <= seen:
                     continue
@@ -242,12 +269,11 @@ class Courier:
                     self._channel.post({"op": "message", "message": item["message"]})
 
     def _download(self, _control: socket.socket) -> None:
-        under_way: deque[tuple[wire.Future, int, Buffer, Callable[[], None] | None]] = deque()
+        under_way: deque[tuple[wire.Future, int, int, Buffer, Callable[[], None] | None]] = deque()
 
         def finish_oldest() -> None:
-            future, offset, buffer, deliver = under_way.popleft()
-            piece = future.wait()
-            buffer.tensor[offset : offset + piece.numel()].copy_(piece)
+            future, offset, length, buffer, deliver = under_way.popleft()
+            buffer.write(offset, length, future.wait())
             if deliver:
                 deliver()
 
@@ -260,17 +286,23 @@ class Courier:
                     finish_oldest()
                 self._deliver(number, 0, message, None)
                 continue
+            with self._room:
+                self._room.wait_for(lambda: self._pool.held_bytes < MAX_HELD_BYTES)
             buffer = self._pool.take(size)
-            for offset in range(0, size, _PIECE_BYTES):
-                if len(under_way) == _WINDOW:
+            for offset in range(0, size, PIECE_BYTES):
+                if len(under_way) == WINDOW:
                     finish_oldest()
-                length = min(_PIECE_BYTES, size - offset)
+                length = min(PIECE_BYTES, size - offset)
                 future = wire.call(
                     self._down, "get", self._token, number, offset, length, timeout_seconds=_BULK_TIMEOUT_SECONDS
                 )
                 last = offset + length == size
                 deliver = _bound(self._deliver, number, size, message, buffer) if last else None
-                under_way.append((future, offset, buffer, deliver))
+                under_way.append((future, offset, length, buffer, deliver))
+
+    def _has_room(self) -> None:
+        with self._room:
+            self._room.notify()
 
     def _deliver(self, number: int, size: int, message: dict[str, Any], buffer: Buffer | None) -> None:
         self._channel.post({"op": "message", "message": message, "size": size}, buffer=buffer)
@@ -290,8 +322,8 @@ def _pieces(upload: _Upload) -> Iterator[tuple[list[Any], bool]]:
     if not total:
         yield [upload.number, 0, 0, last], True
         return
-    for offset in range(0, total, _PIECE_BYTES):
-        length = min(_PIECE_BYTES, total - offset)
+    for offset in range(0, total, PIECE_BYTES):
+        length = min(PIECE_BYTES, total - offset)
         piece = exact_piece(upload.payload, offset, length)
         is_last = offset + length == total
         yield [upload.number, offset, total, last if is_last else None, piece], is_last

@@ -12,17 +12,22 @@ import itertools
 import logging
 import os
 import queue
+import select
 import socket
+import ssl
 import threading
 import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hf_diloco.errors import AuthenticationError, MessageError
-from hf_diloco.links import child
+from hf_diloco.links import child, tls
 from hf_diloco.links.channel import Channel
 from hf_diloco.links.handshake import CONTROL, keep_alive, send_document, welcome
 from hf_diloco.links.loop import Loop, tick_seconds
-from hf_diloco.links.relay import relay
+from hf_diloco.links.relay import MAX_CONNECTIONS, relay
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +37,26 @@ _DECISION_SECONDS = 20.0
 _LOG_PAUSE_SECONDS = 1.0
 
 
+@dataclass
+class _Control:
+    """The control connection of one link."""
+
+    sock: socket.socket
+    decision: queue.SimpleQueue[dict[str, Any]] = field(default_factory=queue.SimpleQueue)
+    token: str = ""  # of the link
+    sending: threading.Lock = field(default_factory=threading.Lock)
+
+
 class _Door:
     def __init__(self, sock: socket.socket) -> None:
         self._loop = Loop()
         self._channel = Channel(sock, self._loop, self._told, lambda _reason: os._exit(0))
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._strangers: dict[socket.socket, float] = {}  # oldest first
-        self._controls: dict[int, socket.socket] = {}
-        self._decisions: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
+        self._strangers: dict[socket.socket, float] = {}  # since when
+        self._controls: dict[int, _Control] = {}
         self._ports: dict[str, int] = {}  # gateway's port by link token
-        self._tokens: dict[int, str] = {}  # link token by number of the control connection
+        self._relays: Counter[str] = Counter()  # data connections by link token
         self._last_log = 0.0
 
     def run(self) -> None:
@@ -53,7 +67,9 @@ class _Door:
     def _told(self, message: dict[str, Any], _payload: object, _release: object) -> None:
         op = message["op"]
         if op == "start":
-            self._token, self._timeout = message["token"], message["timeout"]
+            self._secret, self._timeout = message["secret"], message["timeout"]
+            certificate = message["certificate"]
+            self._tls = tls.door_context(Path(certificate)) if certificate else None
             listener = socket.socket(fileno=message["fds"][0])
             listener.setblocking(True)
             tick = tick_seconds(self._timeout)
@@ -62,12 +78,12 @@ class _Door:
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
         elif op == "decision":
             with self._lock:
-                decision = self._decisions.pop(message["control"], None)
-                if decision and "port" in message:
-                    self._ports[message["token"]] = message["port"]
-                    self._tokens[message["control"]] = message["token"]
-            if decision:
-                decision.put(message)
+                control = self._controls.get(message["control"])
+                if control and "port" in message:
+                    control.token = message["token"]
+                    self._ports[control.token] = message["port"]
+            if control:
+                control.decision.put(message)
         elif op == "drop":
             self._drop(message["control"], message["reason"])
         elif op == "quit":
@@ -82,14 +98,22 @@ class _Door:
             os._exit(0)
 
     def _drop(self, number: int, reason: str) -> None:
-        with self._lock:
-            sock = self._controls.pop(number, None)
-            self._ports.pop(self._tokens.pop(number, ""), None)
-        if sock:
+        control = self._forget_control(number)
+        if control is None:
+            return
+        if control.sending.acquire(blocking=False):  # else it hangs in the middle of our first word
             with contextlib.suppress(OSError):
-                sock.settimeout(0.0)
-                send_document(sock, {"bye": reason})
-            _shut(sock)
+                control.sock.settimeout(0.0)
+                send_document(control.sock, {"bye": reason})
+            control.sending.release()
+        _shut(control.sock)
+
+    def _forget_control(self, number: int) -> _Control | None:
+        with self._lock:
+            control = self._controls.pop(number, None)
+            if control:
+                self._ports.pop(control.token, None)
+        return control
 
     # ------------------------------------------------------------------------------------------- who comes to the door
 
@@ -103,7 +127,9 @@ class _Door:
                 continue
             with self._lock:
                 self._strangers[sock] = time.monotonic()
-                excess = next(iter(self._strangers)) if len(self._strangers) > _MAX_STRANGERS else None
+                excess = None
+                if len(self._strangers) > _MAX_STRANGERS:
+                    excess = min(self._strangers, key=lambda stranger: self._strangers[stranger])
             if excess:
                 _shut(excess)
             try:
@@ -127,7 +153,11 @@ class _Door:
         try:
             sock.settimeout(_STRANGER_SECONDS)
             keep_alive(sock, self._timeout)
-            kind, request = welcome(sock, self._token)
+            sock = self._with_tls(sock)
+            if isinstance(sock, ssl.SSLSocket):
+                sock.do_handshake()
+            may_speak = self._tls is None or isinstance(sock, ssl.SSLSocket) or tls.is_loopback(peer)
+            kind, request = welcome(sock, self._secret, may_speak=may_speak)
         except AuthenticationError:
             self._warn("a learner at %s came with a wrong token", peer)
             kind = b""
@@ -146,31 +176,45 @@ class _Door:
         finally:
             sock.close()
 
+    def _with_tls(self, sock: socket.socket) -> socket.socket:
+        """The connection as a TLS one, if the stranger speaks it; its handshake is still to come."""
+        if not tls.speaks_tls(sock):
+            return sock
+        if self._tls is None:
+            raise MessageError("it speaks TLS, which is switched off here (--no-tls)")
+        secured = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        with self._lock:  # the wrapped socket has taken the descriptor over
+            self._strangers[secured] = self._strangers.pop(sock, time.monotonic())
+        return secured
+
     def _control(self, sock: socket.socket, peer: str, request: dict[str, Any]) -> None:
-        number = next(self._numbers)
-        decision: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        number, control = next(self._numbers), _Control(sock)
         with self._lock:
-            self._decisions[number] = decision
-            self._controls[number] = sock
+            self._controls[number] = control
         self._channel.post({"op": "hello", "control": number, "peer": peer, "request": request})
         try:
-            send_document(sock, decision.get(timeout=_DECISION_SECONDS))
-            sock.settimeout(None)
-            while sock.recv(4096):  # nothing more is said; its end is what we wait for
-                pass
+            decision = control.decision.get(timeout=_DECISION_SECONDS)
+            with control.sending:
+                send_document(sock, decision)
+            _wait_for_end(sock)
         finally:
-            with self._lock:
-                self._decisions.pop(number, None)
-                self._controls.pop(number, None)
-                self._ports.pop(self._tokens.pop(number, ""), None)
+            self._forget_control(number)
             self._channel.post({"op": "gone", "control": number})
 
     def _data(self, sock: socket.socket, token: str) -> None:
         with self._lock:
             port = self._ports.get(token)
-        if port is None:
-            raise MessageError("no such link")
-        relay(sock, socket.create_connection(("127.0.0.1", port), timeout=5))
+            if port is None:
+                raise MessageError("no such link")
+            if self._relays[token] == MAX_CONNECTIONS:
+                raise MessageError("its link has too many connections")
+            self._relays[token] += 1
+        try:
+            relay(sock, socket.create_connection(("127.0.0.1", port), timeout=5))
+        finally:
+            with self._lock:
+                self._relays[token] -= 1
+                self._relays += Counter()  # drops what is zero
 
     def _warn(self, text: str, *args: object) -> None:
         """Strangers shall not fill the log."""
@@ -179,10 +223,17 @@ class _Door:
         self._last_log = now
 
 
+def _wait_for_end(sock: socket.socket) -> None:
+    """Nothing more is said: the first thing that can be read is the end. (TLS must not be read while we write.)"""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    poll.poll()
+
+
 def _shut(sock: socket.socket) -> None:
     """End a connection; the thread that serves it closes it."""
     with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # of the TCP connection, whatever TLS is doing
 
 
 def main() -> None:

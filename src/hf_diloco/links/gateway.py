@@ -1,7 +1,6 @@
 """The syncer's end of one link: what the learner's courier can call. Endpoints copy and return, nothing else.
 
-A gateway holds nothing but the buffers of its link, and dies with it. A seccomp filter and RLIMIT_DATA, when they
-come, go into :func:`main`, before and after the agent starts.
+A gateway holds nothing but the buffers of its link, and dies with it. It is locked in as soon as it listens.
 """
 
 from __future__ import annotations
@@ -21,9 +20,17 @@ import torch
 from torch import Tensor
 
 from hf_diloco.errors import MessageError
-from hf_diloco.links import wire
+from hf_diloco.links import sandbox, wire
 from hf_diloco.links.agent import Agent
-from hf_diloco.links.buffers import MAX_PAYLOAD_BYTES, Buffer, BufferPool, exact_piece
+from hf_diloco.links.buffers import (
+    MAX_HELD_BYTES,
+    MAX_PAYLOAD_BYTES,
+    PIECE_BYTES,
+    WINDOW,
+    Buffer,
+    BufferPool,
+    exact_piece,
+)
 from hf_diloco.links.channel import Channel
 from hf_diloco.links.loop import Loop, tick_seconds
 
@@ -31,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_POLL_ITEMS = 64
 _MAX_POLL_BYTES = 4 << 20
-_MAX_TRANSFERS = 16  # under way at once; the courier has at most 4 pieces in flight
+_MAX_TRANSFERS = 2 * WINDOW  # under way at once
+_MAX_ITEMS = 10_000  # that the learner has not fetched
 
 
 @dataclass
@@ -59,12 +67,13 @@ class Gateway:
 
     def __init__(self, sock: socket.socket, token: str, timeout_seconds: float) -> None:
         self._token, self._timeout = token, timeout_seconds
-        self._loop, self._pool = Loop(), BufferPool()
+        self._loop, self._pool = Loop(), BufferPool(self._answer_puts)
         self._lock = threading.RLock()
         self._called = time.monotonic()
         self._is_up = False
         self._next_told, self._next_transfer = 0, 0
         self._transfers: dict[int, _Transfer] = {}
+        self._unanswered: list[tuple[int, bool, wire.Future]] = []  # puts: payload, whether its last piece, answer
         self._items: deque[tuple[int, int, dict[str, Any]]] = deque()  # number, bytes, item: not seen by the courier
         self._num_items = 0
         self._outgoing: dict[int, _Outgoing] = {}
@@ -72,12 +81,18 @@ class Gateway:
         self._draining = False
         self._channel = Channel(sock, self._loop, self._told_by_syncer, lambda _reason: os._exit(0), self._pool)
 
-    def run(self) -> None:
+    def run(self, *, sandboxed: bool) -> None:
         """Serve until something ends."""
-        for name in ("beat", "tell", "put", "get", "took"):
+        for name in ("beat", "tell", "get", "took"):
             wire.offer(name, getattr(self, name))
         wire.offer("poll", self.poll, is_async=True)
+        wire.offer("put", self.put, is_async=True)
+        if sandboxed:
+            sandbox.before_agent()
         agent = Agent("gateway", num_threads=8)
+        sandbox.limit_memory()
+        if sandboxed:
+            sandbox.lock(may_connect=False)
         self._channel.post({"op": "listening", "port": agent.port, "pid": os.getpid()})
         self._loop.every(tick_seconds(self._timeout), self._tick)
         self._loop.run()
@@ -113,6 +128,8 @@ class Gateway:
                 self._outgoing[self._num_items] = _Outgoing(payload, release)
             self._items.append((self._num_items, len(str(message["message"])), item))
             self._answer_poll()
+            if len(self._items) > _MAX_ITEMS:
+                self._leave("the learner does not take what the syncer sends")
 
     def _check_drained(self) -> None:
         if self._draining and not self._items and not self._outgoing:
@@ -142,6 +159,8 @@ class Gateway:
             while self._items and self._items[0][0] <= seen:
                 self._items.popleft()
             self._check_drained()
+            if self._poll:
+                self._poll[1].set_result([])  # one at a time
             self._poll = (seen, future)
             self._answer_poll()
         return future
@@ -163,7 +182,7 @@ class Gateway:
         """A piece of an item's payload."""
         self._check(token)
         payload = self._outgoing[number].payload
-        if offset < 0 or size < 1 or offset + size > payload.numel():
+        if offset < 0 or not 1 <= size <= PIECE_BYTES or offset + size > payload.numel():
             raise MessageError("outside the payload")
         return exact_piece(payload, offset, size)
 
@@ -198,27 +217,33 @@ class Gateway:
         total: int,
         last: list[Any] | None = None,
         piece: Tensor | None = None,
-    ) -> None:
-        """A piece of payload ``number``. The last one brings ``[message, after]``. The same again changes nothing."""
+    ) -> wire.Future:
+        """A piece of payload ``number``. The last one brings ``[message, after]``. The same again changes nothing.
+
+        The answer to the last one waits until the syncer has the payload, and any answer but those of the oldest
+        payload until there is room: so the courier, with its WINDOW of unanswered pieces, goes no faster than the
+        syncer takes them.
+        """
         self._check(token)
+        future: wire.Future = torch.futures.Future()
         with self._lock:
             if number < self._next_transfer:
-                return
+                future.set_result(None)
+                return future
+            if len(self._unanswered) >= WINDOW:
+                raise MessageError("more pieces than may be under way")
             transfer = self._transfers.get(number) or self._begin(number, total)
-        size = 0 if piece is None else piece.numel()
-        if size:
-            assert piece is not None
-            assert transfer.buffer is not None
-            if piece.dtype != torch.uint8 or offset < 0 or offset + size > transfer.total:
-                raise MessageError("outside the payload")
-            transfer.buffer.tensor[offset : offset + size].copy_(piece)
+        if piece is not None:
+            self._write(transfer, offset, piece)
         with self._lock:
-            if size and offset not in transfer.offsets:
+            if piece is not None and offset not in transfer.offsets:
                 transfer.offsets.add(offset)
-                transfer.missing -= size
+                transfer.missing -= piece.numel()
             if last is not None:
                 transfer.message, transfer.after = last
+            self._unanswered.append((number, last is not None, future))
             self._deliver()
+        return future
 
     def _begin(self, number: int, total: int) -> _Transfer:
         if not 0 <= total <= MAX_PAYLOAD_BYTES or number >= self._next_transfer + _MAX_TRANSFERS:
@@ -227,19 +252,37 @@ class Gateway:
         transfer = self._transfers[number] = _Transfer(total, buffer, missing=total)
         return transfer
 
+    def _write(self, transfer: _Transfer, offset: int, piece: Tensor) -> None:
+        if transfer.buffer is None or not 0 <= offset < transfer.total or offset % PIECE_BYTES:
+            raise MessageError("outside the payload")
+        transfer.buffer.write(offset, min(PIECE_BYTES, transfer.total - offset), piece)
+
     def _deliver(self) -> None:
         """Payloads that are whole, in order, and none before the messages that were sent before it."""
         while transfer := self._transfers.get(self._next_transfer):
             if transfer.message is None or transfer.missing or transfer.after > self._next_told:
-                return
+                break
             del self._transfers[self._next_transfer]
             self._next_transfer += 1
             message = {"op": "message", "message": transfer.message, "size": transfer.total}
             self._channel.post(message, buffer=transfer.buffer)
             if transfer.buffer:
                 self._pool.release(transfer.buffer)  # the channel holds it now
+        self._answer_puts()
+
+    def _answer_puts(self) -> None:
+        with self._lock:
+            has_room = self._pool.held_bytes < MAX_HELD_BYTES
+            waiting = []
+            for number, is_last, future in self._unanswered:
+                is_delivered, is_oldest = number < self._next_transfer, number == self._next_transfer
+                if (is_delivered and has_room) or (not is_last and (has_room or is_oldest)):
+                    future.set_result(None)
+                else:
+                    waiting.append((number, is_last, future))
+            self._unanswered = waiting
 
 
 def main(sock: socket.socket, args: dict[str, Any]) -> None:
     """Be the gateway of one link."""
-    Gateway(sock, args["token"], args["timeout"]).run()
+    Gateway(sock, args["token"], args["timeout"]).run(sandboxed=args["sandboxed"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import queue
 import random
 import socket
 import threading
@@ -21,8 +20,15 @@ from hf_diloco.links.base import LinkDown, LinkEvent, LinkUp, check_payload
 from hf_diloco.links.buffers import BufferPool
 from hf_diloco.links.channel import Channel
 from hf_diloco.links.children import Child, require_linux
-from hf_diloco.links.loop import Loop, tick_seconds
+from hf_diloco.links.inbox import Inbox
+from hf_diloco.links.loop import (
+    LOCAL_TICK_SECONDS,
+    SHORTEST_LOCAL_TIMEOUT_SECONDS,
+    UNTOLD_TIMEOUT_SECONDS,
+    Loop,
+)
 from hf_diloco.links.received import LentReceived
+from hf_diloco.links.token import read_token
 
 logger = logging.getLogger(__name__)
 
@@ -52,36 +58,27 @@ class RpcLearnerLink:
         token: the run's token.
         learner_id: this learner's number, unique in the run.
         incarnation: one per learner process and run; a new link of the same incarnation replaces the old one.
-        link_timeout_seconds: a peer that shows no sign of life for this long is gone.
 
     Raises:
+        ConfigError: the token is damaged.
         UnsupportedError: this is not Linux.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        token: str,
-        learner_id: int,
-        incarnation: str,
-        *,
-        link_timeout_seconds: float = 10.0,
-    ) -> None:
+    def __init__(self, host: str, port: int, token: str, learner_id: int, incarnation: str) -> None:
         require_linux()
-        self.learner_id, self._timeout = learner_id, link_timeout_seconds
+        self.learner_id = learner_id
+        self._timeout = UNTOLD_TIMEOUT_SECONDS
         self._courier_args: dict[str, Any] = {
             "host_name": host,
             "port": port,
-            "token": token,
+            "token": list(read_token(token)),
             "learner_id": learner_id,
             "incarnation": incarnation,
             "host": f"{socket.gethostname()} pid {os.getpid()}",
-            "timeout": link_timeout_seconds,
             "direct": True,
         }
         self._lock = threading.RLock()
-        self._events: queue.SimpleQueue[tuple[int, LinkEvent]] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._known = 0  # number of the courier whose LinkUp has been received: from then on sending makes sense
         self._numbers = itertools.count(1)
         self._courier: _Courier | None = None
@@ -102,7 +99,7 @@ class RpcLearnerLink:
                 return
             self._loop, self._pool = Loop(), BufferPool()
             self._start_zygote()
-            self._loop.every(tick_seconds(self._timeout), self._tick)
+            self._loop.every(LOCAL_TICK_SECONDS, self._tick)
             self._loop.start(f"hf-diloco-link-{self.learner_id}")
 
     def send(self, message: Message, payload: Tensor | None = None) -> None:
@@ -112,27 +109,18 @@ class RpcLearnerLink:
             courier = self._courier
             if courier is None or not courier.is_up or courier.number != self._known:
                 return
-        document: dict[str, Any] = {"op": "message", "message": to_wire(message)}
+        document = {"op": "message", "message": to_wire(message)}
         if payload is None:
             courier.channel.post(document)
-            return
-        document["size"] = payload.numel()
-        if not payload.numel():
-            courier.channel.post(document)
-            return
-        buffer = self._pool.take(payload.numel())
-        try:
-            buffer.tensor[: payload.numel()].copy_(payload)
-            courier.channel.post(document, buffer=buffer)
-        finally:
-            self._pool.release(buffer)
+        else:
+            self._pool.lend(payload, [courier.channel], document)
 
     def receive(self, timeout_seconds: float) -> LinkEvent | None:
         """The next event, or None after ``timeout_seconds``."""
-        try:
-            number, event = self._events.get(timeout=max(0.0, timeout_seconds))
-        except queue.Empty:
+        found = self._inbox.get(timeout_seconds)
+        if found is None:
             return None
+        number, event = found
         if isinstance(event, LinkUp):
             with self._lock:
                 self._known = number
@@ -166,8 +154,7 @@ class RpcLearnerLink:
             courier.channel.close()
         self._zygote.channel.close()
         self._pool.close()
-        while not self._events.empty():  # their payloads would keep shared memory
-            self._events.get()
+        self._inbox.clear()
 
     # ------------------------------------------------------------------------------ what happens, in the loop's thread
 
@@ -179,6 +166,8 @@ class RpcLearnerLink:
     def _zygote_says(self, message: dict[str, Any]) -> None:
         if message["op"] == "ready":
             self._zygote_is_ready = True
+            if message["no_sandbox"]:
+                logger.info("[learner %d] couriers run without a sandbox: %s", self.learner_id, message["no_sandbox"])
             self._link()
         elif message["op"] == "unsupported":
             self._give_up(UnsupportedError(message["text"]))
@@ -231,23 +220,30 @@ class RpcLearnerLink:
     ) -> None:
         op = message["op"]
         if op == "message":
-            try:
-                received = LentReceived(self.learner_id, from_wire(message["message"]), payload, [release])
-            except MessageError as error:
-                release()
-                courier.reason = f"the syncer sent something that is no message: {error}"
-                self._kill(courier)
-                return
-            self._events.put((courier.number, received))
+            self._received(courier, message["message"], payload, release)
         elif op == "up":
             with self._lock:
                 courier.is_up, courier.since = True, time.monotonic()
                 self._error = self._in_use_since = None
-            self._events.put((courier.number, LinkUp(self.learner_id)))
+            self._inbox.put(courier.number, LinkUp(self.learner_id))
+        elif op == "timeout":
+            self._timeout = message["seconds"]
         elif op == "ended":
             courier.kind, courier.reason = message["kind"], message["reason"]
         elif op == "drained":
             self._drained.set()
+
+    def _received(self, courier: _Courier, document: Any, payload: Tensor | None, release: Callable[[], None]) -> None:
+        try:
+            received = LentReceived(self.learner_id, from_wire(document), payload, [release])
+        except MessageError as error:
+            courier.reason = f"the syncer sent something that is no message: {error}"
+        else:
+            if self._inbox.put(courier.number, received, courier.channel.frame_bytes):
+                return
+            courier.reason = "the syncer sends faster than this learner can handle it"
+        release()
+        self._kill(courier)
 
     def _courier_gone(self, courier: _Courier) -> None:
         with self._lock:
@@ -257,7 +253,7 @@ class RpcLearnerLink:
             if self._is_over:
                 return
             if courier.is_up:
-                self._events.put((courier.number, LinkDown(self.learner_id, courier.reason)))
+                self._inbox.put(courier.number, LinkDown(self.learner_id, courier.reason))
                 if time.monotonic() - courier.since > _PROVEN_SECONDS:
                     self._retry_seconds = _FIRST_RETRY_SECONDS
         logger.info("[learner %d] link: %s", self.learner_id, courier.reason)
@@ -270,8 +266,8 @@ class RpcLearnerLink:
             self._in_use_since = self._in_use_since or now
             if now - self._in_use_since > self._timeout + _IN_USE_EXTRA_SECONDS:  # the other one is not just dying
                 return self._give_up(LearnerRefusedError(courier.reason))
-        elif courier.kind == "direct":  # two hosts that look alike: through the door then
-            self._courier_args["direct"] = False
+        elif courier.kind == "unreachable":  # two hosts that look alike: through the door then; or it was bad luck
+            self._courier_args["direct"] = not self._courier_args["direct"]
         self._later(self._link)
 
     def _later(self, callback: Callable[[], None]) -> None:
@@ -283,7 +279,7 @@ class RpcLearnerLink:
         with self._lock:
             self._is_over = True
             self._error = str(error)
-        self._events.put((0, LinkDown(self.learner_id, str(error), fatal=error)))
+        self._inbox.put(0, LinkDown(self.learner_id, str(error), fatal=error))
 
     def _kill(self, courier: _Courier) -> None:
         self._zygote.channel.post({"op": "kill", "number": courier.number})
@@ -292,7 +288,7 @@ class RpcLearnerLink:
         courier = self._courier
         if courier:
             courier.channel.post({"op": "tick"})
-            if time.monotonic() - courier.channel.heard > self._timeout:
+            if time.monotonic() - courier.channel.heard > max(self._timeout, SHORTEST_LOCAL_TIMEOUT_SECONDS):
                 courier.reason = f"the courier process has not moved for {self._timeout:g} s"
                 self._kill(courier)
         self._zygote.look()

@@ -18,6 +18,11 @@ logger = logging.getLogger(__name__)
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
+UNTOLD_TIMEOUT_SECONDS = 10.0  # what a learner goes by until the door has told it the run's link_timeout_seconds
+SHORTEST_LOCAL_TIMEOUT_SECONDS = 2.0  # between trainer and courier, which ...
+LOCAL_TICK_SECONDS = 0.5  # ... tell each other so often that they live, before and after that
+
+
 def tick_seconds(link_timeout_seconds: float) -> float:
     """How often two processes tell each other that they live."""
     return min(2.0, link_timeout_seconds / 5)

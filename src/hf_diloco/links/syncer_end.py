@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-import queue
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -21,8 +21,10 @@ from hf_diloco.links.base import LinkDown, LinkEvent, LinkUp, check_payload
 from hf_diloco.links.buffers import BufferPool
 from hf_diloco.links.channel import Channel
 from hf_diloco.links.children import Child, require_linux
+from hf_diloco.links.inbox import Inbox
 from hf_diloco.links.loop import Loop, tick_seconds
 from hf_diloco.links.received import LentReceived
+from hf_diloco.links.token import read_token
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,8 @@ _START_SECONDS = 120.0  # importing torch from a cold network disk takes its tim
 _BIND_SECONDS = 5.0  # the door of a syncer that was killed lets go of the port within moments
 _LEAVE_SECONDS = 0.5
 _RESTART_SECONDS = 0.2
+_MAX_LINKS = 1024  # each costs two processes' worth of descriptors and some megabytes
+_MAX_NAME_CHARACTERS = 200
 
 
 class _Link:
@@ -39,7 +43,8 @@ class _Link:
         self.number, self.control = number, control
         self.learner_id: int = request["learner_id"]
         self.incarnation: str = request["incarnation"]
-        self.host = f"{request['host']} ({peer})"
+        host = "".join(character for character in request["host"] if character.isprintable())  # it is logged
+        self.host = f"{host[:_MAX_NAME_CHARACTERS]} ({peer})"
         self.is_direct = request["host_key"] == handshake.host_key()
         self.token = secrets.token_hex(16)
         self.channel: Channel
@@ -55,19 +60,29 @@ class RpcSyncerLinks:
         listen_host: address to listen at, e.g. ``0.0.0.0``.
         listen_port: port; 0 lets the system choose, see ``address``.
         token: the run's token: only learners that know it may link.
+        certificate: file with the key and the certificate that the token names. None: TLS is switched off.
         link_timeout_seconds: a peer that shows no sign of life for this long is gone.
 
     Raises:
         UnsupportedError: this is not Linux.
     """
 
-    def __init__(self, listen_host: str, listen_port: int, token: str, *, link_timeout_seconds: float = 10.0) -> None:
+    def __init__(
+        self,
+        listen_host: str,
+        listen_port: int,
+        token: str,
+        *,
+        certificate: Path | None = None,
+        link_timeout_seconds: float = 10.0,
+    ) -> None:
         require_linux()
-        self._listen, self._token, self._timeout = (listen_host, listen_port), token, link_timeout_seconds
+        self._listen, self._timeout = (listen_host, listen_port), link_timeout_seconds
+        self._secret, self._certificate = read_token(token).secret, certificate
         self.address = _join(listen_host, listen_port)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._events: queue.SimpleQueue[tuple[int, LinkEvent]] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._numbers = itertools.count(1)
         self._links: dict[int, _Link] = {}  # the present one of each learner
         self._dying: set[_Link] = set()  # over, but their gateways may not have ended yet
@@ -112,27 +127,20 @@ class RpcSyncerLinks:
             links = [link for link in links if link.is_up and self._known.get(link.learner_id) == link.number]
         if not links:
             return
-        document: dict[str, Any] = {"op": "message", "message": to_wire(message)}
+        channels = [link.channel for link in links]
+        document = {"op": "message", "message": to_wire(message)}
         if payload is not None:
-            document["size"] = payload.numel()
-        if payload is None or not payload.numel():
-            for link in links:
-                link.channel.post(document)
+            self._pool.lend(payload, channels, document)
             return
-        buffer = self._pool.take(payload.numel())
-        try:
-            buffer.tensor[: payload.numel()].copy_(payload)
-            for link in links:
-                link.channel.post(document, buffer=buffer)
-        finally:
-            self._pool.release(buffer)
+        for channel in channels:
+            channel.post(document)
 
     def receive(self, timeout_seconds: float) -> LinkEvent | None:
         """The next event of any link, or None after ``timeout_seconds``."""
-        try:
-            number, event = self._events.get(timeout=max(0.0, timeout_seconds))
-        except queue.Empty:
+        found = self._inbox.get(timeout_seconds)
+        if found is None:
             return None
+        number, event = found
         if isinstance(event, LinkUp):
             with self._lock:
                 self._known[event.learner_id] = number
@@ -179,15 +187,15 @@ class RpcSyncerLinks:
         self._zygote.channel.close()
         self._listener.close()
         self._pool.close()
-        while not self._events.empty():  # their payloads would keep shared memory
-            self._events.get()
+        self._inbox.clear()
 
     # ------------------------------------------------------------------------------------- door and zygote, in the loop
 
     def _start_door(self) -> None:
         assert self._loop is not None
         self._door = Child(self._loop, "door", [], self._door_says, self._door_gone)
-        start = {"op": "start", "token": self._token, "timeout": self._timeout}
+        certificate = str(self._certificate.absolute()) if self._certificate else None
+        start = {"op": "start", "secret": self._secret, "timeout": self._timeout, "certificate": certificate}
         self._door.channel.post(start, fds=[self._listener.fileno()])
 
     def _start_zygote(self) -> None:
@@ -240,6 +248,8 @@ class RpcSyncerLinks:
         with self._changed:
             if message["op"] == "ready":
                 self._zygote_is_ready = True
+                if message["no_sandbox"]:
+                    logger.warning("gateways run without a sandbox: %s", message["no_sandbox"])
             elif message["op"] == "unsupported":
                 self._problem = UnsupportedError(message["text"])
             elif message["op"] == "exited":
@@ -267,11 +277,16 @@ class RpcSyncerLinks:
 
     def _hello(self, control: int, request: dict[str, Any], peer: str) -> None:
         def refuse(text: str, kind: str = "lost") -> None:
-            self._door.channel.post({"op": "decision", "control": control, "refused": text, "kind": kind})
+            refused = {"op": "decision", "control": control, "refused": text, "kind": kind}
+            self._door.channel.post({**refused, "timeout": self._timeout})
 
         kinds = {"learner_id": int, "incarnation": str, "host": str, "host_key": str}
-        if any(type(request.get(name)) is not kind for name, kind in kinds.items()) or request["learner_id"] < 0:
+        if any(type(request.get(name)) is not kind for name, kind in kinds.items()):
             return refuse("the syncer did not understand the learner's request")
+        if not 0 <= request["learner_id"] < 2**31 or len(request["incarnation"]) > _MAX_NAME_CHARACTERS:
+            return refuse("the syncer did not understand the learner's request")
+        if len(self._links) + len(self._dying) >= _MAX_LINKS:
+            return refuse(f"the syncer has {_MAX_LINKS} links and takes no more")
         if self._is_over or not self._zygote_is_ready:
             return refuse("the syncer is not ready")
         present = self._links.get(request["learner_id"])
@@ -315,7 +330,7 @@ class RpcSyncerLinks:
                 self._door.channel.post({**decision, "direct": link.is_direct, "timeout": self._timeout})
             elif op == "up":
                 link.is_up = True
-                self._events.put((link.number, LinkUp(link.learner_id)))
+                self._inbox.put(link.number, LinkUp(link.learner_id))
             elif op == "sent":
                 self._moved.setdefault(link.learner_id, [0, 0])[1] += message["size"]
             elif op == "drained":
@@ -331,9 +346,11 @@ class RpcSyncerLinks:
             release()
             self._end(link, f"the learner sent something that is no message: {error}")
             return
-        if payload is not None:
+        if not self._inbox.put(link.number, received, link.channel.frame_bytes):
+            release()
+            self._end(link, "the learner sends faster than the syncer can handle it")
+        elif payload is not None:
             self._moved.setdefault(link.learner_id, [0, 0])[0] += payload.numel()
-        self._events.put((link.number, received))
 
     def _gateway_gone(self, link: _Link) -> None:
         with self._lock:
@@ -350,7 +367,7 @@ class RpcSyncerLinks:
             if self._links.get(link.learner_id) is link:
                 del self._links[link.learner_id]
             if link.is_up:
-                self._events.put((link.number, LinkDown(link.learner_id, reason)))
+                self._inbox.put(link.number, LinkDown(link.learner_id, reason))
             self._changed.notify_all()
         logger.info("[learner %d] link ended: %s", link.learner_id, reason)
         self._zygote.channel.post({"op": "kill", "number": link.number})

@@ -27,6 +27,7 @@ Role = Callable[[socket.socket, dict[str, Any]], None]
 
 class _Zygote:
     role: Role
+    sandboxed: bool
 
     def __init__(self, sock: socket.socket, parent: int, name: str) -> None:
         sock.settimeout(child.PARENT_POLL_SECONDS)
@@ -51,8 +52,8 @@ class _Zygote:
                 break
             if frames is None:
                 break
-            for message, fds in frames:
-                self._obey(message, fds)
+            for frame in frames:
+                self._obey(frame.message, frame.fds)
         self._end()
 
     def _obey(self, message: dict[str, Any], fds: list[int]) -> None:
@@ -77,7 +78,7 @@ class _Zygote:
             child.end_with(zygote)
             self._sock.close()
             child.set_name(self._name)
-            self.role(socket.socket(fileno=fd), args)
+            self.role(socket.socket(fileno=fd), {**args, "sandboxed": self.sandboxed})
         except BaseException as error:
             child.logger.exception("a %s failed: %s", self._name, error)
         finally:
@@ -100,17 +101,16 @@ class _Zygote:
         os._exit(0)
 
 
-def _self_test() -> str | None:
-    """Why RPC cannot be used with this torch release; None if it can. In a fork, since agents start threads."""
-    from hf_diloco.links import agent, wire
+def _self_test(*, sandboxed: bool) -> str | None:
+    """Why RPC (in a sandbox) cannot be used here; None if it can. In a fork, since agents start threads."""
+    from hf_diloco.links import agent
 
-    wire.install()
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         text = ""
         try:
-            agent.self_test()
+            agent.self_test(sandboxed=sandboxed)
         except BaseException as error:
             text = str(error) or type(error).__name__
         os.write(write_end, text.encode()[:4000])
@@ -122,25 +122,37 @@ def _self_test() -> str | None:
     return text or (f"torch.distributed.rpc ended the process with status {status}" if status else None)
 
 
+def _prepare(zygote: _Zygote, name: str) -> tuple[str | None, str | None]:
+    """Import and try out all that a link needs. Why links cannot be made; and why they have no sandbox."""
+    try:
+        import torch
+        import torch.distributed.rpc.rref_proxy  # C++ imports it at the first call otherwise
+
+        from hf_diloco.links import wire
+
+        torch.ones(1).add_(1)  # the first operation reads about the processor, which the sandbox forbids later
+        wire.install()
+        zygote.role = importlib.import_module(f"hf_diloco.links.{name}").main
+    except UnsupportedError as error:
+        return str(error), None
+    except (ImportError, AttributeError) as error:
+        return f"torch.distributed.rpc cannot be used with this build of torch ({error}); install another build.", None
+    no_sandbox = _self_test(sandboxed=True)
+    zygote.sandboxed = no_sandbox is None
+    return _self_test(sandboxed=False) if no_sandbox else None, no_sandbox
+
+
 def main() -> None:
     """Be the zygote of this role."""
     name = sys.argv[3]
     sock, parent = child.begin(f"{name}-0")
     zygote = _Zygote(sock, parent, name)
-    try:
-        import torch.distributed.rpc.rref_proxy  # noqa: F401  # C++ imports it at the first call otherwise
-
-        zygote.role = importlib.import_module(f"hf_diloco.links.{name}").main
-        problem = _self_test()
-    except UnsupportedError as error:
-        problem = str(error)
-    except (ImportError, AttributeError) as error:
-        problem = f"torch.distributed.rpc cannot be used with this build of torch ({error}); install another build."
+    problem, no_sandbox = _prepare(zygote, name)
     if problem:
         zygote.say(op="unsupported", text=problem)
     else:
         gc.freeze()  # collections in the children would copy the pages they share
-        zygote.say(op="ready")
+        zygote.say(op="ready", no_sandbox=no_sandbox)
     zygote.run()
 
 

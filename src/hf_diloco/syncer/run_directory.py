@@ -1,4 +1,4 @@
-"""Where one run keeps what it leaves behind: tape, checkpoints, token, model."""
+"""Where one run keeps what it leaves behind: tape, checkpoints, token and certificate, model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hf_diloco.config import config_from_dict, config_to_dict
+from hf_diloco.config import config_from_dict, config_to_dict, read_secret_file
 from hf_diloco.errors import ConfigError, DiLoCoError
+from hf_diloco.links.token import make_certificate, read_token, write_token
 
 
 class RunDirectory:
@@ -37,6 +38,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.joint = self.path / "joint"  # checkpoints of the whole run
         self.token = self.path / "token"
+        self.certificate = self.path / "certificate.pem"  # with its private key
         self.model = self.path / "model"
         self.config = self.path / "config.json"
         self.status = self.path / "status.json"
@@ -129,30 +131,43 @@ class RunDirectory:
 
     # ------------------------------------------------------------------------------------------------- what is in it
 
-    def read_or_make_token(self) -> str:
-        """The run's token; made (32 random bytes as hex digits, readable by this user only) when there is none.
+    def read_or_make_token(self, *, tls: bool = True) -> str:
+        """The run's token: a secret and, with ``tls``, the fingerprint of the certificate in :attr:`certificate`.
+
+        Secret (32 random bytes as hex digits), key and certificate are made once, readable by this user only, so that
+        learners know the syncer again when it comes back. Other choice of ``tls``: the token file follows.
 
         Raises:
-            DiLoCoError: the file cannot be read or written, is empty, or others may read it and that cannot be undone.
+            ConfigError: a file cannot be read, or others can read it too.
+            DiLoCoError: a file cannot be written, or does not hold what it should.
         """
+        certificate = None
+        if tls:
+            if not self.certificate.exists():
+                self._write_secret(self.certificate, make_certificate())
+            certificate = read_secret_file(self.certificate)
+        present = read_secret_file(self.token) if self.token.exists() else secrets.token_hex(32)
         try:
-            try:
-                descriptor = os.open(self.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            except FileExistsError:
-                if self.token.stat().st_mode & 0o077:
-                    self.token.chmod(0o600)
-                token = self.token.read_text(encoding="ascii").strip()
-            else:
-                token = secrets.token_hex(32)
-                with os.fdopen(descriptor, "w", encoding="ascii") as file:
-                    file.write(token + "\n")
-                    file.flush()
-                    os.fsync(file.fileno())
-        except (OSError, UnicodeDecodeError) as error:
-            raise DiLoCoError(f"the token file {self.token} cannot be used: {error}") from error
-        if not token:
-            raise DiLoCoError(f"the token file {self.token} is empty. Delete it, and a new token is made.")
+            token = write_token(read_token(present).secret, certificate)
+        except ValueError as error:
+            broken = self.token if isinstance(error, ConfigError) else self.certificate
+            raise DiLoCoError(f"{broken} is empty or broken. Delete it, and a new one is made: {error}") from error
+        if token != present or not self.token.exists():
+            self._write_secret(self.token, token)
         return token
+
+    def _write_secret(self, path: Path, text: str) -> None:
+        aside = path.with_name(f".{path.name}-{os.getpid()}")
+        try:
+            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            os.fchmod(descriptor, 0o600)  # should it have been there
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                file.write(text.rstrip() + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            aside.rename(path)
+        except OSError as error:
+            raise DiLoCoError(f"{path} cannot be written: {error}") from error
 
     def read_status(self) -> dict[str, Any]:
         """What the syncer last wrote to ``status.json``; empty when it has written nothing (or nothing whole)."""
