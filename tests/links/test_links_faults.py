@@ -350,6 +350,22 @@ def test_nobody_listens(connect: Callable) -> None:
     assert link.receive(0.0) is None
 
 
+def test_the_syncers_timeout_governs(pair: tuple) -> None:
+    _, link = pair
+    assert link._timeout == TIMEOUT
+
+
+def test_one_failure_on_the_way_to_the_gateway_is_not_for_ever(syncer: RpcSyncerLinks) -> None:
+    """After a failure it tries the relay, which cannot be on the syncer's own host; then directly again."""
+    link = RpcLearnerLink("127.0.0.1", port_of(syncer), TOKEN, 0, "a")
+    link._courier_args["direct"] = False  # as after such a failure
+    link.open()
+    try:
+        until(link, LinkUp)
+    finally:
+        link.close()
+
+
 def test_through_the_relay(syncer: RpcSyncerLinks, far: Callable) -> None:
     """A learner in another network, whose only way out leads to the door."""
     ours, theirs = socket.socketpair()
