@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_diloco.config import DiLoCoPlugin
 from hf_diloco.core.messages import Notice
 from hf_diloco.errors import ConfigError, MessageError
 from hf_diloco.links import buffers, gateway, inbox, tls
@@ -227,6 +228,18 @@ def test_a_token_is_read_as_it_was_written() -> None:
 def test_a_damaged_token_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="Copy the file `token`"):
         read_token(text)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])
+def test_a_learner_refuses_a_token_file_that_others_can_read(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "token"
+    path.write_text("secret\n")
+    path.chmod(mode)
+    plugin = DiLoCoPlugin(syncer="host:1", learner_id=0, token_file=str(path))
+    with pytest.raises(ConfigError, match=rf"mode {mode:04o}.*chmod 600 {path}"):
+        plugin.read_token()
+    path.chmod(0o600)
+    assert plugin.read_token() == "secret"
 
 
 @pytest.mark.parametrize(
