@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -280,25 +281,29 @@ def test_who_holds_the_token_announces_too_much(traffic: Traffic) -> None:
     assert traffic.num_downs == 0
 
 
-def test_a_wrong_token_is_refused_soon_and_both_sides_say_so(
-    capfd: pytest.CaptureFixture[str], traffic: Traffic
-) -> None:  # (capfd first: the door's stderr is what it was when the door was started)
-    link = RpcLearnerLink("127.0.0.1", port_of(traffic.syncer), "of another run", 1, "a")
-    began = time.monotonic()
-    with pytest.raises(AuthenticationError, match=r"does not accept this learner's token.*HF_DILOCO_TOKEN_FILE"):
-        handshake.connect(
-            "127.0.0.1", port_of(traffic.syncer), Token("of another run", None), handshake.CONTROL, {}, PATIENCE
-        )
-    assert time.monotonic() - began < REFUSED_SECONDS
-    link.open()
-    down = until(link, LinkDown)
-    link.close()
-    assert isinstance(down.fatal, AuthenticationError)
-    said: list[str] = []
-    warning = "a learner at 127.0.0.1 came with a wrong token"
-    eventually(lambda: said.append(capfd.readouterr().err) or warning in "".join(said), "the syncer's side says so")
-    traffic.goes_on()
-    assert traffic.num_downs == 0
+def test_a_wrong_token_is_refused_soon_and_both_sides_say_so(tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("far_end.py")), "syncer", "0", str(TIMEOUT)]
+    log = tmp_path / "log"
+    with log.open("w") as errors, subprocess.Popen(
+        command, env=os.environ | {"TEST_TOKEN": TOKEN}, stdout=subprocess.PIPE, stderr=errors
+    ) as syncer:  # fmt: skip
+        try:
+            port = int(json.loads(syncer.stdout.readline())["address"].rpartition(":")[2])
+            wrong, began = Token("of another run", None), time.monotonic()
+            with pytest.raises(
+                AuthenticationError, match=r"does not accept this learner's token.*HF_DILOCO_TOKEN_FILE"
+            ):
+                handshake.connect("127.0.0.1", port, wrong, handshake.CONTROL, {}, PATIENCE)
+            assert time.monotonic() - began < REFUSED_SECONDS
+            warning = "a learner at 127.0.0.1 came with a wrong token"
+            eventually(lambda: warning in log.read_text(), "the syncer's side says so", REFUSED_SECONDS)
+            link = RpcLearnerLink("127.0.0.1", port, wrong.secret, 1, "a")
+            link.open()
+            down = until(link, LinkDown)
+            link.close()
+            assert isinstance(down.fatal, AuthenticationError)
+        finally:
+            syncer.kill()
 
 
 # --------------------------------------------------------------------------------------------------------------- TLS
