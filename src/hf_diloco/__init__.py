@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from hf_diloco.config import DiLoCoPlugin, SyncerConfig
     from hf_diloco.errors import DiLoCoError
+    from hf_diloco.integrations.checkpoints import last_checkpoint
     from hf_diloco.integrations.transformers import DiLoCoCallback
     from hf_diloco.learner.data import shard_dataset
 
@@ -20,11 +21,20 @@ _HOMES = {
     "DiLoCoCallback": "hf_diloco.integrations.transformers",
     "DiLoCoPlugin": "hf_diloco.config",
     "SyncerConfig": "hf_diloco.config",
+    "last_checkpoint": "hf_diloco.integrations.checkpoints",
     "shard_dataset": "hf_diloco.learner.data",
     "DiLoCoError": "hf_diloco.errors",
 }
 
-__all__ = ["DiLoCoCallback", "DiLoCoError", "DiLoCoPlugin", "SyncerConfig", "__version__", "shard_dataset"]
+__all__ = [
+    "DiLoCoCallback",
+    "DiLoCoError",
+    "DiLoCoPlugin",
+    "SyncerConfig",
+    "__version__",
+    "last_checkpoint",
+    "shard_dataset",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from hf_diloco import DiLoCoCallback, DiLoCoPlugin
+from hf_diloco import DiLoCoCallback, DiLoCoPlugin, last_checkpoint
 from hf_diloco.core.codec import digest
+from hf_diloco.learner.optimizer_state import OptimizerState, piece_digest
+from hf_diloco.learner.parameters import ModelParameters
 
 
 class Pace(TrainerCallback):
@@ -29,6 +31,19 @@ class Pace(TrainerCallback):
             time.sleep(self._hang_seconds)
         time.sleep(max(self._until - time.monotonic(), 0.0))
         self._until = time.monotonic() + self._seconds
+
+
+class Beginning(TrainerCallback):
+    """Writes down what the inner optimizer holds before the first step."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs) -> None:
+        content = OptimizerState(ModelParameters(model).trainable, optimizer.optimizer)
+        digests = [piece_digest(content.read(piece).result()) for piece in content.plan().pieces]
+        steps = sorted({float(entry["step"]) for entry in optimizer.state_dict()["state"].values()})
+        self._path.write_text(json.dumps({"pieces": digests, "steps": steps, "trainer_step": state.global_step}))
 
 
 def dataset(seed: int) -> list[dict[str, list[int]]]:
@@ -62,15 +77,19 @@ def main() -> None:
     parser.add_argument("--hang_seconds", type=float, default=0.0)
     parser.add_argument("--resume_from", default=None)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--save_steps", type=int, default=0, help="0: no checkpoints")
     options = parser.parse_args()
     log = logging.FileHandler(options.result.with_suffix(".debug"))
     logging.getLogger("hf_diloco.learner.learner").addHandler(log)
     logging.getLogger("hf_diloco.learner.learner").setLevel(logging.DEBUG)
+    logging.basicConfig(level=logging.INFO)
+    logging.getLogger("hf_diloco.learner.exchange").setLevel(logging.DEBUG)
     torch.set_num_threads(1)
     arguments = TrainingArguments(
         output_dir=str(options.output_dir), max_steps=options.max_steps, per_device_train_batch_size=4,
         learning_rate=options.learning_rate, lr_scheduler_type="cosine", use_cpu=True, report_to="none",
-        logging_steps=10, save_strategy="no", disable_tqdm=True, data_seed=options.order_seed, seed=1,
+        logging_steps=10, save_strategy="steps" if options.save_steps else "no",
+        save_steps=options.save_steps or 500, disable_tqdm=True, data_seed=options.order_seed, seed=1,
     )  # fmt: skip
     network = model(options.model_seed, options.hidden_size)
     start = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
@@ -81,9 +100,11 @@ def main() -> None:
         callbacks=[
             Pace(options.step_seconds, options.hang_at_step, options.hang_seconds),
             DiLoCoCallback(DiLoCoPlugin()),
+            Beginning(options.result.with_suffix(".begin.json")),
         ],
     )
-    trainer.train(resume_from_checkpoint=options.resume_from)
+    own = last_checkpoint(trainer.args.output_dir) if options.save_steps else None
+    trainer.train(resume_from_checkpoint=options.resume_from or own)
     values = {name: parameter.detach() for name, parameter in network.named_parameters()}
     torch.save(values, options.result.with_suffix(".pt"))
     torch.save(start, options.result.with_suffix(".start.pt"))

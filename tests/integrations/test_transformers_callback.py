@@ -33,7 +33,8 @@ class ScriptedLearner:
     instances: list["ScriptedLearner"] = []  # noqa: RUF012
     starts_at, jumps, ends_at, finishes, join_error = 0, {}, None, True, None
 
-    def __init__(self, parameters, plugin, *, total_steps, steps_from_epochs, files, link):
+    def __init__(self, parameters, plugin, *, total_steps, steps_from_epochs, files, optimizer, link):
+        self.optimizer = optimizer
         self.parameters, self.total_steps, self.files, self.link = parameters, total_steps, files, link
         self.steps_from_epochs = steps_from_epochs
         self.calls, self.tokens, self.losses, self.digests, self.global_step = [], [], [], [], 0
@@ -220,6 +221,29 @@ def test_learners_read_in_different_orders_and_each_again_in_its_own(tmp_path, s
     assert torch.equal(
         batches(0, train_sampling_strategy="sequential"), batches(1, train_sampling_strategy="sequential")
     )
+
+
+def test_who_begins_in_mid_run_reads_in_another_order_and_who_resumes_in_the_same(tmp_path, scripted):
+    def batches(path, starts_at, resume=None, **arguments):
+        scripted.starts_at = starts_at
+        recorder = Recorder()
+        trainer = make_trainer(
+            tmp_path / path, DiLoCoCallback(plugin()), recorder, max_steps=50, save_strategy="steps", save_steps=4,
+            save_total_limit=1, **arguments,
+        )  # fmt: skip
+        scripted.ends_at = starts_at + 16 if resume is None else 50
+        trainer.train(resume_from_checkpoint=resume)
+        return recorder.batches
+
+    first, other, later = batches("a", 0), batches("b", 0), batches("c", 20)
+    assert all(map(torch.equal, first, other))
+    assert not any(map(torch.equal, first, later))
+    for path, start in (("a", 0), ("c", 20)):  # 10 batches make an epoch: the checkpoint of step 16 is in the second
+        whole = batches(f"{path} whole", start) + batches(f"{path} whole", 30, resume=True)
+        going_on = batches(f"{path} again", start, resume=None, num_train_epochs=5)
+        assert all(map(torch.equal, whole[:16], going_on))
+        epoch = [row.tolist() for batch in whole[10:20] for row in batch]
+        assert sorted(epoch) == sorted(row.tolist() for batch in whole[:10] for row in batch), "each example once"
 
 
 # ------------------------------------------------------------------------------------------ learning rate and the clock

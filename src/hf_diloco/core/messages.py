@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from hf_diloco.errors import MessageError
 
 WIRE_FORMATS = ("fp32", "bf16", "int8", "int4")  # of updates and publications; core.codec knows them
+STATE_PIECE_BYTES = 4 << 20  # most that one StatePiece carries: what a donor copies at one step boundary
 
 
 class Version(NamedTuple):
@@ -160,6 +161,67 @@ class Goodbye:
     for_good: bool = True  # False: it is expected to be started again, so the run does not end without it
 
 
+@dataclass(frozen=True, kw_only=True)
+class StateTaken:
+    """What a learner that begins in the middle of the run has for its inner optimizer."""
+
+    source: str  # "own" (Trainer's checkpoint), "peer", or "warm-up" (nothing: its learning rate is warmed up instead)
+    reason: str  # why it is not a better one; empty if it is the best
+    donor_ids: tuple[int, ...] = ()  # whose pieces it took
+    num_pieces: int = 0
+    size_bytes: int = 0
+    waited_seconds: float = 0.0
+
+
+# ------------------------------------------------------------------------- learner <-> learner, through the syncer
+# Optimizer state on its way from a donor to a recipient. The syncer chooses the donor and passes these on.
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantState:
+    """Recipient: offer me the state of your optimizer."""
+
+    recipient_id: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateOffer:
+    """Donor: this is what I have."""
+
+    donor_id: int
+    recipient_id: int
+    fingerprint: str  # of optimizer class, names, shapes, keys and dtypes: the recipient's must be the same
+    without: tuple[str, ...]  # parameters that have no state at the donor: they have never had a gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantPiece:
+    """Recipient: send me this piece. One at a time."""
+
+    donor_id: int
+    recipient_id: int
+    piece_index: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatePiece:
+    """Donor: here it is, as of my last step boundary. Payload: its bytes."""
+
+    donor_id: int
+    recipient_id: int
+    piece_index: int
+    digest: str  # of the payload
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoState:
+    """It will not come from this donor (said by either of the two), or from nobody (said by the syncer)."""
+
+    donor_id: int | None
+    recipient_id: int
+    reason: str
+
+
 # ---------------------------------------------------------------------------------------------- syncer -> learner
 
 
@@ -271,11 +333,13 @@ class Notice:
     text: str
 
 
+StateMessage = WantState | StateOffer | WantPiece | StatePiece | NoState
 Message = (
     Hello | SupplyFragment | SupplyConstant | SupplyFile | Supplied | Progress | Update | Applied | NeedFull
     | HandedBack | SavedCheckpoint | Leaving | Goodbye
     | Welcome | SendValues | Refused | Start | Ask | HandBack | SaveCheckpoint | UpdateRefused
     | RoundClosed | Publication | Stop | Released | Notice
+    | StateTaken | StateMessage
 )  # fmt: skip
 
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(Message)}

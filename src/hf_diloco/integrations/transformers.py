@@ -10,9 +10,10 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
@@ -30,6 +31,8 @@ from hf_diloco.learner.tokens import TokenCounter
 from hf_diloco.links.base import LearnerLink
 
 logger = logging.getLogger(__name__)
+
+_DATA = "hf-diloco data"  # in trainer_state.json
 
 
 class DiLoCoCallback(TrainerCallback):
@@ -99,6 +102,7 @@ class DiLoCoCallback(TrainerCallback):
         *,
         model: Any = None,
         processing_class: Any = None,
+        optimizer: Any = None,
         lr_scheduler: Any = None,
         train_dataloader: Any = None,
         **kwargs: Any,
@@ -109,8 +113,6 @@ class DiLoCoCallback(TrainerCallback):
             return
         self.on_init_end(args, state, control)  # did not come if the callback was added later
         assert self._plugin.learner_id is not None
-        seed = args.seed if args.data_seed is None else args.data_seed
-        _reseed(train_dataloader, data_seed(seed, self._plugin.learner_id))
         self._loss, self._has_ended, self._holds_global, self._saved_at = None, False, False, -1
         self._learner = Learner(
             ModelParameters(model),
@@ -118,6 +120,7 @@ class DiLoCoCallback(TrainerCallback):
             total_steps=state.max_steps,
             steps_from_epochs=args.max_steps <= 0,
             files=_files(model, processing_class),
+            optimizer=optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer,
             link=self._make_link() if self._make_link else None,
         )
         # Trainer does not call on_train_end when training raises: then the link ends with this object, or at exit.
@@ -131,6 +134,7 @@ class DiLoCoCallback(TrainerCallback):
         except BaseException:  # Ctrl-C at the start gate, too
             self._end()
             raise
+        self._order_data(args, state, train_dataloader)
         self._warn_of_schedule(lr_scheduler)
         follow(lr_scheduler, self._learner.global_step)
         self._counter = TokenCounter(model)
@@ -257,6 +261,17 @@ class DiLoCoCallback(TrainerCallback):
                 DiLoCoWarning,
                 stacklevel=2,
             )
+
+    def _order_data(self, args: TrainingArguments, state: TrainerState, dataloader: Any) -> None:
+        """Give the data this learner's own order: a new one if it begins anew, the old one if Trainer resumes."""
+        assert self._learner is not None
+        assert self._plugin.learner_id is not None
+        saved = cast(dict[str, Any], state.stateful_callbacks)  # it goes into Trainer's checkpoints and comes from them
+        if state.global_step == 0:
+            saved[_DATA] = {"from_step": self._learner.global_step}
+        from_step = saved.get(_DATA, {}).get("from_step", 0)
+        seed = args.seed if args.data_seed is None else args.data_seed
+        _reseed(dataloader, data_seed(seed, self._plugin.learner_id, from_step))
 
     def _warn_of_schedule(self, scheduler: Any) -> None:
         if scheduler is not None and not can_follow(scheduler) and not self._has_warned_of_schedule:

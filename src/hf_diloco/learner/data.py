@@ -50,12 +50,19 @@ def shard_dataset(
     return _take(dataset, num_shards, _choose(shard, num_shards, plugin))
 
 
-def data_seed(seed: int, learner_id: int) -> int:
+def data_seed(seed: int, learner_id: int, from_step: int = 0) -> int:
     """A seed of this learner's own for the order of its data.
 
     Hashed, since samplers use seed + epoch: with seed + learner_id one learner's second epoch would be another's first.
+
+    Args:
+        seed: The training script's.
+        learner_id: This learner's number.
+        from_step: The run's step at which it begins to read its data anew; another order each time, so that a learner
+            that is killed again and again does not train on the same first batches for ever.
     """
-    digest = hashlib.blake2b(f"hf-diloco data order {seed} {learner_id}".encode(), digest_size=8).digest()
+    text = f"hf-diloco data order {seed} {learner_id}" + (f" from step {from_step}" if from_step else "")
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % 2**31
 
 

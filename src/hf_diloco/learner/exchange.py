@@ -7,10 +7,12 @@ link events, and snapshots that the training thread took at a step boundary. Wha
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +24,7 @@ from hf_diloco.core.codec import decode, digest, encode
 from hf_diloco.core.fragments import FragmentLayout
 from hf_diloco.errors import DiLoCoError, LearnerRefusedError, MessageError
 from hf_diloco.learner.local import LocalFragment, Prepared, Shipped
+from hf_diloco.learner.optimizer_state import piece_digest
 from hf_diloco.learner.parameters import Snapshot
 from hf_diloco.links.base import LearnerLink, LinkDown, LinkEvent, LinkUp, Received
 
@@ -89,11 +92,14 @@ class Exchange:
         self.down_since = time.monotonic()
         self.fatal: Exception | None = None
         self.notices: list[str] = []
+        self.from_peers: deque[tuple[ms.StateMessage, Tensor | None]] = deque()  # of donors and recipients
         self.steps_done = 0  # kept by the training thread, for the limit of carried progress
         self._steps_at_link = 0
         self._learner_id, self._incarnation, self._link = learner_id, incarnation, link
         self._hello, self._make_layout = hello, make_layout
-        self._work: queue.SimpleQueue[Received | LinkUp | LinkDown | Cut | tuple[ms.Applied, Snapshot] | None]
+        self._work: queue.SimpleQueue[
+            Received | LinkUp | LinkDown | Cut | tuple[ms.Applied | ms.WantPiece, Snapshot] | None
+        ]
         self._work = queue.SimpleQueue()
         self._closing = threading.Event()
         self._threads = [
@@ -139,6 +145,10 @@ class Exchange:
         else:
             self._work.put((applied, live))
 
+    def give(self, wanted: ms.WantPiece, content: Snapshot) -> None:
+        """Hash and send a piece of optimizer state, in the background."""
+        self._work.put((wanted, content))
+
     # ------------------------------------------------------------------------------------------- background threads
 
     def _receive(self) -> None:
@@ -153,19 +163,29 @@ class Exchange:
                 if isinstance(item, Cut):
                     self._encode_and_send(item)
                 elif isinstance(item, tuple):
-                    applied, live = item
-                    self._link.send(
-                        ms.Applied(
-                            fragment_index=applied.fragment_index,
-                            version=applied.version,
-                            digest=digest(live.result()),
-                        )
-                    )
+                    self._send_snapshot(*item)
                 else:
                     self._on_event(item)
             except Exception as error:
                 logger.exception("[learner %d] the exchange with the syncer failed", self._learner_id)
                 self._fail(error)
+
+    def _send_snapshot(self, message: ms.Applied | ms.WantPiece, snapshot: Snapshot) -> None:
+        content = snapshot.result()
+        if isinstance(message, ms.Applied):
+            self._link.send(dataclasses.replace(message, digest=digest(content)))
+            return
+        piece = ms.StatePiece(
+            donor_id=message.donor_id,
+            recipient_id=message.recipient_id,
+            piece_index=message.piece_index,
+            digest=piece_digest(content),
+        )
+        logger.debug(
+            "[learner %d] piece %d of its optimizer state for learner %d: %s",
+            self._learner_id, piece.piece_index, piece.recipient_id, piece.digest,
+        )  # fmt: skip
+        self._link.send(piece, content)
 
     def _fail(self, error: Exception) -> None:
         with self.changed:
@@ -181,6 +201,7 @@ class Exchange:
             return
         with self.changed:
             self.asks.clear()
+            self.from_peers.clear()
             if isinstance(event, LinkUp):
                 self.linked = self.ever_linked = True
                 self.num_links += 1
@@ -228,6 +249,8 @@ class Exchange:
                 self._fail(LearnerRefusedError(f"the syncer refused learner {self._learner_id}: {message.reason}"))
             elif isinstance(message, ms.Notice):
                 self.notices.append(message.text)
+            elif isinstance(message, ms.StateMessage):
+                self.from_peers.append((message, None if payload is None else payload.clone()))
             self.changed.notify_all()
 
     def _on_welcome(self, message: ms.Welcome) -> None:

@@ -12,15 +12,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
+from torch.optim import Optimizer
 
 import hf_diloco
 from hf_diloco.config import DiLoCoPlugin
 from hf_diloco.core import messages as ms
 from hf_diloco.core.codec import encode
 from hf_diloco.core.fragments import Fragment, FragmentLayout
-from hf_diloco.errors import DiLoCoWarning, SyncerUnreachableError
+from hf_diloco.errors import DiLoCoError, DiLoCoWarning, SyncerUnreachableError
+from hf_diloco.learner.donation import Donor, take_state
 from hf_diloco.learner.exchange import Cut, Exchange
 from hf_diloco.learner.local import LocalFragment, Prepared
+from hf_diloco.learner.optimizer_state import optimizer_state
 from hf_diloco.learner.parameters import ModelParameters
 from hf_diloco.links.base import LearnerLink
 
@@ -52,6 +55,8 @@ class Learner:
             differ between learners; the run takes the first learner's.
         files: config and tokenizer files by name, for the exported model; sent if this learner supplies the initial
             values.
+        optimizer: the inner optimizer. A learner that begins in mid-run without state for it gets a peer's, or a short
+            warm-up of its learning rate.
         link: for tests; default is a link over ``torch.distributed.rpc`` to ``plugin.syncer``.
     """
 
@@ -63,6 +68,7 @@ class Learner:
         total_steps: int | None,
         steps_from_epochs: bool = False,
         files: Mapping[str, bytes] | None = None,
+        optimizer: Optimizer | None = None,
         link: LearnerLink | None = None,
     ) -> None:
         assert plugin.learner_id is not None
@@ -82,6 +88,9 @@ class Learner:
             hello=self._hello,
             make_layout=self._layout,
         )
+        self._optimizer = optimizer
+        self._optimizer_state = optimizer_state(parameters.trainable, optimizer)
+        self._donor = Donor(plugin.learner_id, self._exchange, self._optimizer_state)
         self._steps = 0
         self._tokens = 0
         self._tokens_overwritten = 0.0
@@ -137,9 +146,24 @@ class Learner:
                 logger.warning("[learner %d] %s (%.0f s so far)", self.learner_id, what, now - opened_at)
         assert exchange.welcome is not None
         self.total_steps = exchange.welcome.total_steps
+        if self._optimizer is not None and exchange.started_at:
+            state = self._optimizer_state
+            exchange.send(take_state(self.learner_id, exchange, self._optimizer, state, self._boundary, interrupted))
+            if interrupted():
+                return False
+        self._check_healed()
         self._stepped_at = time.monotonic()
         logger.info("[learner %d · step %d] training with %s", self.learner_id, self.global_step, self._plugin.syncer)
         return True
+
+    def _check_healed(self) -> None:
+        for index, local in enumerate(self._exchange.fragments):
+            assert local.anchor is not None
+            if not self._parameters.holds(local.fragment, local.anchor):
+                raise DiLoCoError(
+                    f"fragment {index} of the model does not hold the global value that was written to it. Does "
+                    "something else change the parameters before the first step (a callback, another thread)?"
+                )
 
     def _joined(self) -> bool:
         with self._exchange.lock:
@@ -216,6 +240,8 @@ class Learner:
         self._exchange.steps_done = self._steps
         self._loss, self._data_digest = loss, data_digest or self._data_digest
         self._boundary()
+        if self._donor.has_work:
+            self._donor.serve()
         if now - self._reported_at >= _REPORT_EVERY_SECONDS:
             self._reported_at = now
             self._report()
@@ -262,6 +288,8 @@ class Learner:
         """Make the prepared value the anchor and settle the counts; the caller then writes to the model."""
         local.ready = None
         assert self._exchange.welcome is not None
+        if not self._steps:
+            prepared = replace(prepared, correction=None)  # nothing to keep: exactly the published value
         under_way = self._exchange.welcome.on_arrival == "carry" and (local.cutting or local.shipped is not None)
         if prepared.correction is None and local.anchor is not None and under_way:
             # Progress was to be given up, but since that was decided a part of it was cut, and may be merged: keep it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,16 +24,51 @@ _SUPPORTED = "Start each learner as one process with the whole model on its devi
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The values of one fragment at the moment of :meth:`ModelParameters.read`, perhaps still on their way."""
+    """Values as they were at one moment, flat on the CPU, perhaps still on their way."""
 
     _values: Tensor
     _copied: tuple[torch.cuda.Event, ...] = ()
 
     def result(self) -> Tensor:
-        """The fragment's flat fp32 CPU tensor; waits for the copy. Any thread may call this."""
+        """The values; waits for the copy. Any thread may call this."""
         for event in self._copied:
             event.synchronize()
         return self._values
+
+
+class Snapshots:
+    """Takes snapshots without waiting on the host: tensors are cloned on their device and travel on a side stream."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def take(self, values: Tensor, pairs: Iterable[tuple[Tensor, Tensor]]) -> Snapshot:
+        """Copy each (target, source); the targets are views that make up ``values``, pinned if a source is on CUDA.
+
+        The sources may change right away. Device memory: a clone in the targets' dtype, until it has arrived.
+        """
+        cloned: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+        with torch.no_grad():
+            for target, source in pairs:
+                if source.is_cuda:
+                    clone = source.to(target.dtype, copy=True, memory_format=torch.contiguous_format)
+                    cloned.setdefault(source.device, []).append((target, clone))
+                else:
+                    target.copy_(source)
+        return Snapshot(values, tuple(self._send_home(device, pairs) for device, pairs in cloned.items()))
+
+    def _send_home(self, device: torch.device, pairs: list[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side = self._streams[device]
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for target, clone in pairs:
+                target.copy_(clone, non_blocking=True)
+                clone.record_stream(side)  # else its memory could be handed out while it is still being read
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(side)
+        return event
 
 
 class ModelParameters:
@@ -67,7 +102,7 @@ class ModelParameters:
             )
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self._trainable.items()}
         self.averaged = self._embeddings()
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._snapshots = Snapshots()
         self._warn_of_low_precision()
 
     # ------------------------------------------------------------------------------------------------ one fragment
@@ -81,16 +116,7 @@ class ModelParameters:
         """
         on_cuda = any(self._trainable[name].is_cuda for name in fragment.names)
         values = torch.empty(fragment.num_parameters, dtype=torch.float32, pin_memory=on_cuda)
-        cloned: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-        with torch.no_grad():
-            for piece in fragment.slices:
-                target, rows = _part(values, piece), self._rows(piece)
-                if rows.is_cuda:
-                    clone = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-                    cloned.setdefault(rows.device, []).append((target, clone))
-                else:
-                    target.copy_(rows)
-        return Snapshot(values, tuple(self._send_home(device, pairs) for device, pairs in cloned.items()))
+        return self._snapshots.take(values, ((_part(values, piece), self._rows(piece)) for piece in fragment.slices))
 
     def add_(self, fragment: Fragment, correction: Tensor) -> None:
         """theta += correction, added in fp32 and rounded once to the dtype of the weights.
@@ -120,6 +146,15 @@ class ModelParameters:
                 else:
                     rows.copy_(rows.to(part.dtype).lerp_(part, 1.0 - local_mix))
 
+    def holds(self, fragment: Fragment, value: Tensor) -> bool:
+        """Whether the fragment's weights are ``value``, rounded to their dtype, bit for bit."""
+        return all(torch.equal(rows, part.to(rows.dtype)) for rows, part in self._targets(fragment, value))
+
+    @property
+    def trainable(self) -> Mapping[str, Tensor]:
+        """The trainable tensors themselves."""
+        return self._trainable
+
     def _rows(self, piece: FragmentSlice) -> Tensor:
         tensor = self._trainable[piece.name].detach()
         return tensor[piece.first_row : piece.last_row] if tensor.dim() else tensor
@@ -136,19 +171,6 @@ class ModelParameters:
                     source = source.pin_memory()  # from pageable memory the copy would wait for the whole stream
                 moved[rows.device] = source.to(rows.device, non_blocking=True)
             yield rows, _part(moved[rows.device], piece)
-
-    def _send_home(self, device: torch.device, pairs: list[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        side = self._streams[device]
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for target, clone in pairs:
-                target.copy_(clone, non_blocking=True)
-                clone.record_stream(side)  # else its memory could be handed out while it is still being read
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(side)
-        return event
 
     # --------------------------------------------------------------------------------------- what does not change
 

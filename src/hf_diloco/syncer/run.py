@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import time
@@ -17,6 +18,7 @@ from hf_diloco.core.merge import MergeAccumulator, token_weight
 from hf_diloco.core.rounds import Rounds
 from hf_diloco.errors import DiLoCoError, MessageError
 from hf_diloco.links.base import SyncerLinks
+from hf_diloco.syncer.donations import Donations
 from hf_diloco.syncer.history import History
 from hf_diloco.syncer.inspection import Inspector
 from hf_diloco.syncer.joint import JointCheckpoint
@@ -61,6 +63,7 @@ class Run:
         self.rounds = Rounds(terms.config, incarnation=incarnation)
         self.state = GlobalState(terms.layout, terms.config, incarnation)
         self.supply = Supply()
+        self._donations = Donations(lambda: self.rounds.members, links)
         self.deadline: float | None = None  # when a Tick is wanted
         self.saved = False
         self.num_merges = 0
@@ -128,6 +131,7 @@ class Run:
         logger.info("[syncer · step %d] learner %d %s: %s", self.outer_step, learner_id, how, reason)
         self._tape.write("leave", learner_id=learner_id, reason=reason, for_good=for_good)
         self.dispatch(ev.Left(learner_id=learner_id, for_good=for_good))
+        self._donations.left(learner_id, time.monotonic())
 
     def take(self, learner_id: int, message: ms.Message, payload: Tensor | None) -> None:
         """Handle a message of a learner that was let in.
@@ -157,6 +161,11 @@ class Run:
         elif isinstance(message, ms.HandedBack):
             if self._restart is not None:  # later it is too old: the recovery has ended without it
                 self.dispatch(self._restart.take(learner_id, message, payload))
+        elif isinstance(message, ms.StateTaken):
+            self._on_state_taken(learner_id, message)
+        elif isinstance(message, ms.StateMessage):
+            if self._restart is None:  # before that nobody is known to be healthy; who wants state asks again
+                self._donations.take(learner_id, message, payload, time.monotonic())
         elif self.supply.take(learner_id, message, payload, self.state):
             self._tape.write("values", learner_id=learner_id, digests=self.state.digests)
             self._saver.begin(self._facts())  # nobody trains before a syncer that dies could go on from it
@@ -189,6 +198,14 @@ class Run:
                 finished=message.finished,
             )
         )
+
+    def _on_state_taken(self, learner_id: int, message: ms.StateTaken) -> None:
+        self._donations.end(learner_id)
+        logger.info(
+            "[syncer · step %d] learner %d begins with optimizer state: %s%s", self.outer_step, learner_id,
+            message.source, f" ({message.reason})" if message.reason else "",
+        )  # fmt: skip
+        self._tape.write("state", learner_id=learner_id, **dataclasses.asdict(message))
 
     def _compare_data(self, learner_id: int, data_digest: str) -> None:
         other = self._readers.setdefault(data_digest, learner_id)

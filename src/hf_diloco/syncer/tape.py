@@ -24,7 +24,8 @@ class Tape:
 
     Every line has ``kind`` and ``seconds`` since the tape began. Kinds: ``start`` (of a syncer process: settings,
     incarnation, wall clock time), ``layout``, ``values`` (digests of the initial values), ``join``, ``leave``,
-    ``round`` (one merge), ``applied`` (a learner's digest of what it applied), ``refusal``, ``warning``,
+    ``round`` (one merge), ``applied`` (a learner's digest of what it applied), ``state`` (what a learner that begins
+    in mid-run has for its inner optimizer: ``source`` own, peer or warm-up), ``refusal``, ``warning``,
     ``checkpoint``, ``recovered`` (the values that a restarted syncer goes on from), ``finish``.
 
     Args:
