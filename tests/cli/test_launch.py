@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from hf_diloco.syncer.run_directory import RunDirectory
+from hf_diloco.syncer.saved_run import latest_run
 from hf_diloco.syncer.tape import read_tape
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
@@ -326,13 +327,33 @@ def test_what_dies_again_and_again_is_given_up(launch):
 
 
 @pytest.mark.long
-def test_when_the_syncer_dies_the_learners_are_stopped(launch):
+def test_the_syncer_is_started_again_in_any_case(launch):
     run = launch("--steps", 100_000)
     run.until_training()
     psutil.Process(run.directory.read_status()["pid"]).kill()
+    wait_until(lambda: len(run.joins(0)) == 2, "the learners to find the syncer again")
+    assert len(set(run.joins(0))) == 1, "the learners were kept alive"
+    run.process.terminate()
     assert run.wait(90) == 1, run.text()
     run.assert_nothing_left()
-    assert "The syncer died (killed by SIGKILL)" in run.output.read_text()
+    assert "The syncer died (killed by SIGKILL) and is started again" in run.output.read_text()
+
+
+@pytest.mark.long
+def test_a_run_that_was_stopped_is_resumed(launch):
+    run = launch("--steps", 400, "--slow")
+    run.until_training()
+    run.process.terminate()
+    assert run.wait(90) == 1, run.text()
+    step = latest_run(run.directory).facts.outer_step
+    assert step > 0
+    run = launch("--steps", 400, "--slow", options=("--resume",))
+    assert run.wait() == 0, run.text()
+    run.assert_nothing_left()
+    tape = read_tape(run.directory.tape)
+    began_again = [number for number, line in enumerate(tape) if line["kind"] == "start"][1]
+    assert min(line["version"][1] for line in tape[began_again:] if line["kind"] == "round") >= step
+    assert "The run has finished" in run.output.read_text()
 
 
 def test_a_syncer_that_cannot_start_is_shown(launch, tmp_path):

@@ -31,6 +31,14 @@ def launch(
         Path | None,
         typer.Option(metavar="DIR", show_default="runs/<date-time>", help="Where the run's files and logs go."),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the run in DIR, with the settings it began with. Learners get its parameters; optimizer "
+            "and data position come from their own checkpoints if the script resumes from them.",
+        ),
+    ] = False,
     accelerate_config: Annotated[
         Path | None,
         typer.Option(
@@ -51,9 +59,9 @@ def launch(
             metavar="N",
             min=0,
             show_default="0",
-            help="How often in a row each learner is started again that ended with another exit code than 0, and the "
-            "syncer if it was killed, before it is given up; the waits between grow from 1 s to 1 min. A life of 5 "
-            "minutes starts the count anew.",
+            help="How often in a row each learner is started again that ended with another exit code than 0, before it "
+            "is given up; the waits between grow from 1 s to 1 min. A life of 5 minutes starts the count anew. The "
+            "syncer is started again in any case if it was killed.",
         ),
     ] = None,
     grace_seconds: Annotated[
@@ -72,21 +80,22 @@ def launch(
     0. Ctrl-C or SIGTERM: the learners ship what they have, take leave and save, then the syncer writes the model it
     has; the exit code is 1, since the run is not done, and no process is left behind. Ctrl-C once more: at once.
     """  # fmt: skip
-    settings = {"expected_learners": num_learners, "num_shards": num_learners, **settings}
-    config = SyncerConfig(**settings)
-    if config.expected_learners > num_learners:
-        raise ConfigError(
-            f"--expected-learners {config.expected_learners} is above --num-learners {num_learners}: nobody would "
-            "train before more are started by hand. Leave it away, or start the syncer alone: hf-diloco syncer."
-        )
+    if resume and run_dir is None:
+        raise ConfigError("--resume goes on with an earlier run: give its --run-dir.")
+    if not resume:
+        settings = {"expected_learners": num_learners, "num_shards": num_learners, **settings}
+        _check(SyncerConfig(**settings), num_learners)
     directory = RunDirectory(run_dir or Path("runs") / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
     with directory:  # refuses one that is in use before anything in it is touched
-        if any(directory.checkpoints.iterdir()):
+        if resume:
+            settings = _settings_to_resume(directory, settings)
+        elif any(directory.checkpoints.iterdir()):
             raise ConfigError(
-                f"the run directory {directory.path} already holds an earlier run; choose another "
-                "--run-dir, or go on with it: --resume."
+                f"the run directory {directory.path} already holds an earlier run; choose another --run-dir, or go on "
+                "with it: --resume."
             )
         directory.status.unlink(missing_ok=True)
+    config = SyncerConfig(**settings)
     if max_restarts is None:
         max_restarts = _RESTARTS if restart else 0
     run = LocalRun(
@@ -100,3 +109,18 @@ def launch(
         good = run.run(display, as_flags(settings), config.num_shards or num_learners, accelerate_config)
     if not good:
         raise typer.Exit(1)
+
+
+def _check(config: SyncerConfig, num_learners: int) -> None:
+    if config.expected_learners > num_learners:
+        raise ConfigError(
+            f"--expected-learners {config.expected_learners} is above --num-learners {num_learners}: nobody would "
+            "train before more are started by hand. Leave it away, or start the syncer alone: hf-diloco syncer."
+        )
+
+
+def _settings_to_resume(directory: RunDirectory, given: dict[str, Any]) -> dict[str, Any]:
+    if not directory.has_run:
+        raise ConfigError(f"--resume: {directory.path} holds no run to go on with. Leave --resume away to begin one.")
+    settings = directory.settings_of_run(given)
+    return {name: value for name, value in settings.items() if value is not None}

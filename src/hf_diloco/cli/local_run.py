@@ -21,6 +21,7 @@ from hf_diloco.syncer.run_directory import RunDirectory
 _POLL_SECONDS = 0.25
 _SYNCER_START_SECONDS = 180.0  # importing torch from a cold disk takes its time
 _SYNCER_GRACE_SECONDS = 300.0  # it writes a checkpoint and the model
+_SYNCER_RESTARTS = 10  # in a row, also where learners are not started again: the run would be lost with it
 _GUARD_SECONDS = 5.0
 _DRAIN_SHARE = 1 / 3  # of the learners' grace time; the rest is for the end of a step, and to save
 _SAME_REQUEST_SECONDS = 1.0  # terminals and service managers may send two kinds of signal at once
@@ -35,7 +36,7 @@ class LocalRun:
         num_learners: how many to start.
         script: path of the training script, and its arguments.
         grace_seconds: from SIGTERM to SIGKILL of the learners, when we are told to stop.
-        max_restarts: in a row, of each learner and of the syncer.
+        max_restarts: in a row, of each learner; and of the syncer, if it is more than a few.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class LocalRun:
         self._syncer = Supervised(
             "The syncer",
             child,
-            self._max_restarts,
+            max(self._max_restarts, _SYNCER_RESTARTS),
             only_after_signals=True,
             command=lambda: [*command, "--listen", self._join["HF_DILOCO_SYNCER"], *flags],
         )
