@@ -22,6 +22,7 @@ from hf_diloco.chaos.experiment import TRAIN_SMALL
 from hf_diloco.chaos.faults import Fault, Victim
 from hf_diloco.chaos.inject import Happening, Injector
 from hf_diloco.chaos.run import ChaosRun
+from hf_diloco.syncer.checkpoint import checkpoint_paths
 
 pytestmark = pytest.mark.distributed
 
@@ -96,11 +97,11 @@ def scene(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
     """Starts a run of two learners and waits until both are merged."""
     runs: list[ChaosRun] = []
 
-    def start(*, max_steps: int = 4000, clocks: bool = False) -> Scene:
-        script = [str(TRAIN_SMALL), "--output_dir", str(tmp_path / "out"), "--max_steps", str(max_steps)]
+    def start(*settings: str, clocks: bool = False) -> Scene:
+        script = [str(TRAIN_SMALL), "--output_dir", str(tmp_path / "out"), "--max_steps", "4000"]
         run = ChaosRun(
-            tmp_path / "run", [*script, "--step_seconds", "0.2"], 2, ["--expected-learners", "2", *SETTINGS],
-            clocks=clocks,
+            tmp_path / "run", [*script, "--step_seconds", "0.2"], 2,
+            ["--expected-learners", "2", *SETTINGS, *settings], clocks=clocks,
         )  # fmt: skip
         run.__enter__()
         runs.append(run)
@@ -225,6 +226,32 @@ def test_ports_get_garbage_and_clocks_jump(scene: Callable[..., Scene]) -> None:
             here.until_merged(0, 1)
         assert num_joins(here) == before, "links do not look at the wall clock"
     assert here.run.process(None) == syncer
+    assert [len(here.incarnations(who)) for who in (0, 1)] == [1, 1], "no trainer was lost"
+    check_books(here)
+
+
+@pytest.mark.long
+def test_the_syncer_fails(scene: Callable[..., Scene]) -> None:
+    """It is killed, stopped, has no room on its disk, and finds its newest checkpoint broken; learners train on."""
+    here = scene("--checkpoint-every-seconds", "2")
+    here.do("kill", "syncer")
+    here.until_merged(0, 1)
+    here.until_over(here.do("stop", "syncer", seconds=TIMEOUT_SECONDS + 3))
+    here.until_merged(0, 1)
+
+    full = here.do("disk_full", "syncer", seconds=4)
+    num_lines = len(here.run.tape())
+    here.until_over(full)
+    assert len(here.run.tape()) == num_lines
+    here.until_merged(0, 1)
+    assert "cannot be written" in here.run.log(None).read_text()
+
+    here.until(lambda: len(checkpoint_paths(here.run.directory.checkpoints)) > 1, "two checkpoints")
+    broken = here.do("broken_checkpoint", "syncer")
+    here.until_merged(0, 1)
+    assert f"{broken.detail} is broken" in here.run.log(None).read_text()
+    num_kills = 2
+    assert sum(line["kind"] == "start" for line in here.run.tape()) == 1 + num_kills
     assert [len(here.incarnations(who)) for who in (0, 1)] == [1, 1], "no trainer was lost"
     check_books(here)
 
