@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import signal
 import socket
@@ -124,6 +125,22 @@ def check_books(scene: Scene) -> None:
     assert books.merged > 0
 
 
+def check_tampering(scene: Scene) -> None:
+    """Changed in the least way, the tape of a real run no longer agrees with what its learners saw."""
+    tape = scene.run.tape()
+    witnesses = {who: read_witness(scene.run.witness(who)) for who in range(scene.run.num_learners)}
+    number = next(number for number, line in enumerate(tape) if line["kind"] == "round")
+    for change in ({"tokens": 1}, {"steps": 1}):
+        tampered = copy.deepcopy(tape)
+        participant = tampered[number]["participants"][0]
+        for name, more in change.items():
+            participant[name] += more
+        assert keep_books(tampered, witnesses).errors, change
+    assert keep_books(tape[:number] + tape[number + 1 :], witnesses).errors, "a merge less"
+    again = {**tape[number], "version": [99, 99]}
+    assert keep_books([*tape, again], witnesses).errors, "a merge more"
+
+
 def test_networks_fail(scene: Callable[..., Scene]) -> None:
     """Learner 1's network; learner 0 is merged all the time, learner 1 comes back by itself."""
     here = scene()
@@ -192,6 +209,7 @@ def test_processes_fail(scene: Callable[..., Scene]) -> None:
     here.until(lambda: len(here.incarnations(1)) == 2, "learner 1 to be started again and to join")
     here.until_merged(0, 1)
     check_books(here)
+    check_tampering(here)
     codes = [life.exit_code for life in here.run.lives if life.exit_code is not None]
     assert codes == [-signal.SIGKILL]
 

@@ -195,61 +195,81 @@ def _went_back(index: int, pair: tuple[Any, Any], where: str) -> str:
     return f"fragment {index} went from version {pair[0]} to {pair[1]} {where}"
 
 
+@dataclass
+class _Settlement:
+    """One process and one fragment: its steps, settled one after the other."""
+
+    where: str
+    total: Sequence[int]  # tokens of its first so many steps
+    position: int = 0  # steps settled so far
+    merged: int = 0
+    overwritten: int = 0
+    voided: int = 0
+    errors: list[str] = field(default_factory=list)
+
+    def read(self, line: Line, unseen: dict[str, Line], merges: Merges, learner_id: int) -> None:
+        """It took a new version; ``unseen``: its merged updates that it has not been told of."""
+        if update_id := line["merged"]:
+            key = (update_id, line["fragment_index"])
+            if update := unseen.pop(update_id, None):
+                self.merge(update)
+            elif update := merges.void.get(key):
+                self.voided += self._advance(update["steps"])
+                if learner_id in merges.reporters[key]:
+                    self._wrong(f"it had applied the merge of {update_id} and said so, yet that is void")
+            else:
+                self._wrong(f"it took {update_id} for merged, the tape does not")
+        self.overwritten += self._advance(line["overwritten_steps"])
+
+    def merge(self, update: Line) -> None:
+        """This update is in the global parameters."""
+        begin, tokens = self.position, self._advance(update["steps"])
+        self.merged += update["tokens"]
+        if self.position < begin + update["steps"]:
+            self._wrong(f"{update['update_id']} reaches to step {begin + update['steps']} of {len(self.total) - 1}")
+        if tokens != update["tokens"]:
+            self._wrong(
+                f"{update['update_id']} has {update['tokens']} tokens for steps {begin + 1} to {self.position}, in "
+                f"which {tokens} were trained"
+            )
+
+    @property
+    def unmerged(self) -> int:
+        """Tokens of the steps that are not settled."""
+        return self.total[-1] - self.total[self.position]
+
+    def _advance(self, steps: int) -> int:
+        begin, self.position = self.position, min(self.position + steps, len(self.total) - 1)
+        return self.total[self.position] - self.total[begin]
+
+    def _wrong(self, text: str) -> None:
+        self.errors.append(f"{self.where}: {text}")
+
+
 def _settle(one: Trained, updates: Sequence[Mapping[str, Line]], merges: Merges) -> tuple[Account, list[str]]:
     """The account of one process; ``updates``: its merged ones, by fragment and id."""
     total = [0, *accumulate(one.tokens)]
-    merged = overwritten = voided = unmerged = 0.0
-    errors: list[str] = []
+    fragments = []
     for index, mine in enumerate(updates):
-        position = 0  # steps settled so far
-        unseen = dict(mine)
         where = f"learner {one.learner_id} ({one.incarnation}), fragment {index}"
-
-        def settle(update: Line, position: int = 0, where: str = where) -> int:
-            """The steps that are settled with this update too."""
-            end = position + int(update["steps"])
-            if end >= len(total):
-                errors.append(f"{where}: {update['update_id']} reaches to step {end} of {len(total) - 1}")
-                end = len(total) - 1
-            if total[end] - total[position] != update["tokens"]:
-                errors.append(
-                    f"{where}: {update['update_id']} has {update['tokens']} tokens for steps {position + 1} to {end}, "
-                    f"in which {total[end] - total[position]} were trained"
-                )
-            return end
-
+        fragment, unseen = _Settlement(where, total), dict(mine)
         for line in one.applied.get(index, []):
-            if line["merged"]:
-                key = (line["merged"], index)
-                if update := unseen.pop(line["merged"], None):
-                    position = settle(update, position)
-                    merged += update["tokens"]
-                elif update := merges.void.get(key):
-                    position = settle(update, position)
-                    voided += update["tokens"]
-                    if one.learner_id in merges.reporters[key]:
-                        errors.append(f"{where}: it had applied the merge of {key[0]} and said so, yet that is void")
-                else:
-                    errors.append(f"{where}: it took {key[0]} for merged, the tape does not")
-            if line["overwritten_steps"]:
-                end = min(position + line["overwritten_steps"], len(total) - 1)
-                overwritten += total[end] - total[position]
-                position = end
+            fragment.read(line, unseen, merges, one.learner_id)
         if len(unseen) > 1:  # it is not asked again before it has applied what merged it
-            errors.append(f"{where}: {len(unseen)} updates were merged that it never knew of: {', '.join(unseen)}")
+            names = ", ".join(unseen)
+            fragment.errors.append(f"{where}: {len(unseen)} updates were merged that it never knew of: {names}")
         for update in unseen.values():
-            position = settle(update, position)
-            merged += update["tokens"]
-        unmerged += total[-1] - total[position]
-    count = max(len(updates), 1)
+            fragment.merge(update)
+        fragments.append(fragment)
+    count = max(len(fragments), 1)
     account = Account(
         learner_id=one.learner_id,
         incarnation=one.incarnation,
         trained=total[-1],
-        merged=merged / count,
-        overwritten=overwritten / count,
-        voided=voided / count,
-        unmerged=unmerged / count,
+        merged=sum(fragment.merged for fragment in fragments) / count,
+        overwritten=sum(fragment.overwritten for fragment in fragments) / count,
+        voided=sum(fragment.voided for fragment in fragments) / count,
+        unmerged=sum(fragment.unmerged for fragment in fragments) / count,
         finished=one.finished,
     )
-    return account, errors
+    return account, [text for fragment in fragments for text in fragment.errors]
