@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -131,3 +132,21 @@ def test_without_a_syncer_connections_are_reset(line):
     proxy.serve(0, listener)  # in the place of the first one
     with pytest.raises(ConnectionResetError), socket.create_connection(address, PATIENCE) as learner:
         learner.recv(1)
+
+
+def test_nothing_of_it_is_left():
+    before = set(os.listdir("/proc/self/fd"))
+    with Proxy() as proxy, socket.create_server(("127.0.0.1", 0)) as door:
+        proxy.aim(*door.getsockname())
+        for learner_id in (0, 1):
+            listener = socket.create_server(("127.0.0.1", 0))
+            address = listener.getsockname()
+            proxy.serve(learner_id, listener)
+            with socket.create_connection(address, PATIENCE) as learner:
+                learner.sendall(b"?")
+                syncer, _ = door.accept()
+                with syncer:
+                    assert syncer.recv(1) == b"?"
+        proxy.begin(0, 1, Weather(silent=True))
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert not [thread for thread in threading.enumerate() if "chaos" in thread.name]
