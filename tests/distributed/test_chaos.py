@@ -41,6 +41,8 @@ class Scene:
         def look() -> Any:
             self.run.tick()
             self.injector.tick()
+            for life in self.run.lives:
+                assert not life.exit_code or life.exit_code < 0, self.run.tail(life.learner_id)
             return condition()
 
         return wait_until(look, what, seconds)

@@ -52,11 +52,13 @@ class Witness:
     def _watch_joining(self) -> None:
         join = Learner.join
 
-        def joined(learner: Learner) -> None:
+        def joined(learner: Learner, *arguments: Any, **more: Any) -> bool:
             self._incarnation, self._is_over = learner._incarnation, False
             self.write("joining", pid=os.getpid())
-            join(learner)
-            self.write("joined", global_step=learner.global_step)
+            is_in = join(learner, *arguments, **more)
+            if is_in:
+                self.write("joined", global_step=learner.global_step)
+            return is_in
 
         _replace(Learner, "join", joined)
 
@@ -86,8 +88,8 @@ class Witness:
     def _watch_the_end(self) -> None:
         finish = Learner.finish
 
-        def finished(learner: Learner) -> bool:
-            holds_global = finish(learner)
+        def finished(learner: Learner, *arguments: Any, **more: Any) -> bool:
+            holds_global = finish(learner, *arguments, **more)
             self._is_over = holds_global
             self.write("finished", holds_global=holds_global)
             return holds_global
