@@ -25,7 +25,7 @@ def test_it_is_made_with_its_parts(tmp_path):
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DiLoCoError, match=r"file/a cannot be written"):
+    with pytest.raises(DiLoCoError, match=r"file/a is no directory"):
         RunDirectory(tmp_path / "file" / "a")
 
 
