@@ -370,3 +370,22 @@ def test_a_donor_that_says_nothing_is_replaced(start: Any, monkeypatch: pytest.M
     line = world.taken(2)
     assert line["source"] == "peer"
     assert set(line["donor_ids"]) == {0, 1}
+
+
+def test_what_would_surely_take_too_long_is_given_up_early(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_state, "STATE_PIECE_BYTES", 8)
+    monkeypatch.setattr(donation, "_JUDGE_SECONDS", 0.1)
+    monkeypatch.setattr(donation, "LIMIT_SECONDS", 5.0)
+    world = start(2)
+    world.learners[1].end("die")
+
+    def harm(number: int, payload: torch.Tensor) -> torch.Tensor:
+        threading.Event().wait(0.25)  # a slow link: 60 pieces would take 15 s
+        return payload
+
+    world.hub.on_piece = harm
+    world.add(1)
+    line = world.taken(1)
+    assert line["source"] == "warm-up"
+    assert line["reason"].startswith("at this rate it would take ")
+    assert line["waited_seconds"] < 5
