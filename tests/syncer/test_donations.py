@@ -24,7 +24,7 @@ EMPTY = torch.empty(0, dtype=torch.uint8)
 
 def member(learner_id: int, **changes: Any) -> Member:
     """Healed, training, merged."""
-    fragments = [HeldFragment(version=VERSION, merged_update=f"{learner_id}/1.1") for _ in range(2)]
+    fragments = [HeldFragment(version=VERSION, merged_update="a/1.1") for _ in range(2)]
     return dataclasses.replace(Member(learner_id, "a", fragments, training=True, progressed_at=NOW), **changes)
 
 
@@ -58,7 +58,8 @@ def messages(link: InProcessLearnerLink) -> Any:
 
 
 WANT = ms.WantState(recipient_id=9)
-FITS_NOT = {"unhealed": {"fragments": [HeldFragment(version=VERSION, merged_update="0/1.1"), HeldFragment()]},
+FITS_NOT = {"unhealed": {"fragments": [HeldFragment(version=VERSION, merged_update="a/1.1"), HeldFragment()]},
+            "merged in an earlier life": {"incarnation": "b"},
             "not merged": {"fragments": [HeldFragment(version=VERSION) for _ in range(2)]},
             "not started": {"training": False}, "no step yet": {"progressed_at": None},
             "idle": {"progressed_at": NOW - 100}, "finished": {"finished": True},

@@ -133,7 +133,8 @@ class Donations:
 
 
 def _was_merged(member: Member) -> bool:
-    return any(held.merged_update is not None for held in member.fragments)
+    """This process of it was: what a restarted syncer knows may be of an earlier one."""
+    return any((held.merged_update or "").partition("/")[0] == member.incarnation for held in member.fragments)
 
 
 def _require(holds: bool, message: ms.Message, learner_id: int) -> None:
