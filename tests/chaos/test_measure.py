@@ -57,7 +57,7 @@ def test_quantiles():
 def test_the_way_back_of_a_killed_learner():
     tape = [
         merge(9.0, "old"),
-        {"kind": "leave", "at": 10.2, "learner_id": 1},
+        {"kind": "leave", "at": 10.2, "learner_id": 1, "for_good": False},
         {"kind": "join", "at": 15.0, "learner_id": 1, "incarnation": "new"},
         merge(16.0, "other"),
         merge(19.0, "new"),
@@ -72,3 +72,13 @@ def test_the_way_back_of_a_killed_learner():
     assert back == measure.Rejoin(1, pytest.approx(0.2), 3.0, 2.0, 1.0, 2.0, 1.0, 9.0)
     assert gone == measure.Rejoin(1, None, None, None, None, None, None, None)
     assert measure.rejoin_parts([back, gone])["total"]["max"] == 9.0
+
+
+def test_a_link_that_was_gone_already_is_not_noticed_again():
+    tape = [
+        {"kind": "leave", "at": 1.0, "learner_id": 1, "for_good": False},
+        {"kind": "join", "at": 5.0, "learner_id": 1},
+        {"kind": "leave", "at": 9.0, "learner_id": 1, "for_good": True},
+    ]
+    found = [measure.detection(tape, who, at, 99.0) for who, at in ((1, 0.5), (1, 2.0), (1, 6.0), (2, 0.5))]
+    assert found == [0.5, None, None, None]

@@ -68,13 +68,11 @@ def first_merges_after(tape: Sequence[Line], moments: Iterable[float]) -> list[f
 
 
 def detection(tape: Sequence[Line], learner_id: int, began_at: float, until: float) -> float | None:
-    """Seconds until the syncer found this learner's link gone; None if it did not before ``until``."""
-    found = (
-        line["at"] - began_at
-        for line in tape
-        if line["kind"] == "leave" and line["learner_id"] == learner_id and began_at <= line["at"] <= until
-    )
-    return next(found, None)
+    """Seconds until the syncer found this learner's link gone; None if there was none, or it did not ``until`` then."""
+    for line in tape:
+        if line["kind"] in ("join", "leave") and line["learner_id"] == learner_id and began_at <= line["at"] <= until:
+            return line["at"] - began_at if line["kind"] == "leave" and not line["for_good"] else None
+    return None
 
 
 def rejoins(tape: Sequence[Line], learner_id: int, witness: Sequence[Line], killed: Sequence[float]) -> list[Rejoin]:

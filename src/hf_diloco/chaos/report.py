@@ -148,7 +148,13 @@ def syncer_outages(storm: Record) -> list[Interval]:
 
 
 def _syncer_returns(storm: Record, outages: Sequence[Interval]) -> list[float | None]:
-    return measure.first_merges_after(storm.tape, [end for _, end in outages if end < math.inf])
+    """After each outage the seconds to the first merge; if the syncer is away again meanwhile, that does not count."""
+    moments = [end for _, end in outages if end < math.inf]
+    found: list[float | None] = []
+    for moment, seconds in zip(moments, measure.first_merges_after(storm.tape, moments), strict=True):
+        away = 0.0 if seconds is None else measure.overlap(outages, (moment, moment + seconds))
+        found.append(None if seconds is None else seconds - away)
+    return found
 
 
 def detections(storm: Record) -> dict[str, dict[str, Any]]:
