@@ -54,8 +54,10 @@ class Recovery:
     def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
         """Take one event in; as in :meth:`Rounds.handle <hf_diloco.core.rounds.Rounds.handle>`.
 
-        Events that concern rounds change nothing.
+        Events that concern rounds change nothing, nor does anything after :class:`EndRecovery`.
         """
+        if self._ended:
+            return [ev.WaitUntil(time=None)]
         if isinstance(event, ev.Joined):
             self._missing.discard(event.learner_id)
             self._reports[event.learner_id] = event.held if len(event.held) == len(self.held) else ()
@@ -70,7 +72,7 @@ class Recovery:
         elif isinstance(event, ev.HandedBack):
             self._on_handed_back(event)
         actions = self._ask()
-        if not self._ended and not self._asked and self._all_reported(now):
+        if not self._asked and self._all_reported(now):
             self._ended = True
             actions.append(ev.EndRecovery())
         return [*actions, ev.WaitUntil(time=self._deadline(now))]
