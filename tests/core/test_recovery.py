@@ -227,3 +227,24 @@ def test_events_of_rounds_change_nothing():
     )  # fmt: skip
     for event in (answer, ev.ValuesSupplied(), ev.Saved(), ev.Merged(round=RoundId(1, 1))):
         assert world.tell(event).actions == [ev.WaitUntil(time=None)]
+
+
+def report(who, steps, finished=False):
+    return ev.Reported(learner_id=who, global_step=steps, steps=steps, step_seconds=1.0, finished=finished)
+
+
+def test_the_rounds_that_follow_are_told_what_linked_learners_have_said():
+    world = Restarted().join(0, OLD, OLD)
+    for event in (report(0, 5), ev.Leaving(learner_id=0), report(1, 7)):  # learner 1 is not linked
+        world.tell(event)
+    assert [type(event) for event in world.recovery.said()] == [ev.Joined, ev.Reported, ev.Leaving]
+    world.lose(0)
+    assert world.recovery.said() == []
+
+
+def test_what_a_dead_process_had_said_is_not_taken_for_the_new_one():
+    """Else its 500 steps would stand for the new process too, whose first 500 would not count as progress."""
+    world = Restarted().join(0, OLD, OLD).tell(report(0, 500, finished=True)).join(0).tell(report(0, 1))
+    world.join(1, OLD, OLD)
+    assert world.ended
+    assert [getattr(event, "steps", None) for event in world.recovery.said()] == [None, 1, None]

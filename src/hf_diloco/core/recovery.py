@@ -46,6 +46,7 @@ class Recovery:
         self._missing = set(known_learners)
         self._vouched = vouched
         self._reports: dict[int, tuple[Version, ...]] = {}  # of learners that are linked
+        self._said: dict[int, list[ev.Event]] = {}  # by each of them since it was linked
         self._asked: dict[int, tuple[int, Version]] = {}  # fragment -> whom, for which version
         self._refused: set[tuple[int, int]] = set()  # learner and fragment
         self._first_report_at: float | None = None
@@ -54,21 +55,26 @@ class Recovery:
     def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
         """Take one event in; as in :meth:`Rounds.handle <hf_diloco.core.rounds.Rounds.handle>`.
 
-        Events that concern rounds change nothing, nor does anything after :class:`EndRecovery`.
+        Events that only rounds can answer change nothing, nor does anything after :class:`EndRecovery`.
         """
         if self._ended:
             return [ev.WaitUntil(time=None)]
         if isinstance(event, ev.Joined):
             self._missing.discard(event.learner_id)
             self._reports[event.learner_id] = event.held if len(event.held) == len(self.held) else ()
+            self._said[event.learner_id] = [event]
             self._forget_asks(event.learner_id)  # its answer went down with the old link
             if self._first_report_at is None:
                 self._first_report_at = now
         elif isinstance(event, ev.Left):
             self._reports.pop(event.learner_id, None)
+            self._said.pop(event.learner_id, None)
             self._forget_asks(event.learner_id)
             if event.for_good:
                 self._missing.discard(event.learner_id)
+        elif isinstance(event, ev.Reported | ev.Leaving):
+            if event.learner_id in self._said:
+                self._said[event.learner_id].append(event)
         elif isinstance(event, ev.HandedBack):
             self._on_handed_back(event)
         actions = self._ask()
@@ -76,6 +82,14 @@ class Recovery:
             self._ended = True
             actions.append(ev.EndRecovery())
         return [*actions, ev.WaitUntil(time=self._deadline(now))]
+
+    def said(self) -> list[ev.Event]:
+        """What the rounds that follow must be told: each linked learner's Joined, reports and leave.
+
+        Not what was said on a link that is gone: the steps of a process that died would make the one that took its
+        place look idle for ever.
+        """
+        return [event for learner_id in sorted(self._said) for event in self._said[learner_id]]
 
     def _on_handed_back(self, event: ev.HandedBack) -> None:
         if self._asked.get(event.fragment_index) != (event.learner_id, event.version):

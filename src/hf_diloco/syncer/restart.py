@@ -34,13 +34,10 @@ class Restart:
         for index in range(state.layout.num_fragments):
             state.load_fragment(index, saved.fragment(index))
         self._recovery = Recovery(history.held, history.known_learners, [made.keys() for made in history.made])
-        self.held_back: list[ev.Event] = []  # for the rounds that follow
         self.num_handed_back = 0
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
         """Take one event in, as :meth:`Rounds.handle <hf_diloco.core.rounds.Rounds.handle>` does later."""
-        if isinstance(event, ev.Reported | ev.Leaving):
-            self.held_back.append(event)
         return self._recovery.handle(event, now)
 
     def take(self, learner_id: int, message: ms.HandedBack, payload: Tensor | None) -> ev.HandedBack:
@@ -70,6 +67,10 @@ class Restart:
             held=list(state.versions), merged=[dict(merged) for merged in state.merged], outer_step=outer_step,
             started=self._started,
         )  # fmt: skip
+
+    def said(self) -> list[ev.Event]:
+        """By learners that are linked: for the rounds that follow."""
+        return self._recovery.said()
 
     def merges(self, recovered: Recovered) -> list[Sequence[Mapping[str, Any]]]:
         """Participants of each merge that the checkpoint's accounts lack."""

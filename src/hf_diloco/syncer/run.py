@@ -69,7 +69,6 @@ class Run:
         self.num_merges = 0
         self._links, self._tape = links, tape
         self._accounts: dict[int, Account] = {}
-        self._hellos: dict[int, ms.Hello] = {}  # the last one of each learner id
         self._linked: set[int] = set()  # let in, and not gone since
         self._known: set[int] = set()  # let in, and not left for good
         self._sums: dict[ms.RoundId, MergeAccumulator] = {}
@@ -110,7 +109,6 @@ class Run:
     def join(self, learner_id: int, hello: ms.Hello) -> None:
         """Let a learner in whose Hello fits the terms."""
         self._accounts.setdefault(learner_id, Account(learner_id)).begin(hello)
-        self._hellos[learner_id] = hello
         self._linked.add(learner_id)
         self._known.add(learner_id)
         logger.info("[syncer · step %d] learner %d (%s) is here", self.outer_step, learner_id, hello.host)
@@ -344,8 +342,7 @@ class Run:
         self.state.stamp(incarnation)
         self.rounds, self._restart = Rounds(self.terms.config, incarnation=incarnation, recovered=recovered), None
         self._saver.due_at = time.monotonic()
-        self._events.extend(_joined(learner_id, self._hellos[learner_id]) for learner_id in sorted(self._linked))
-        self._events.extend(restart.held_back)
+        self._events.extend(restart.said())
         logger.info(
             "[syncer · step %d] recovered: %d of %d fragments were handed back by learners",
             recovered.outer_step, restart.num_handed_back, len(recovered.held),
