@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from hf_diloco.core import events as ev
 from hf_diloco.core.messages import RoundId, Version
 
+Value = dict[str, int]  # of each learner process: up to which of its inner steps it is in there
+
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
@@ -33,8 +35,18 @@ class Holding:
     """One fragment at one learner."""
 
     anchor: Version | None = None
+    value: Value = field(default_factory=dict)  # of the anchor
     first_unmerged: int = 0
     shipped: Shipped | None = None
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What a syncer sends: what is to be done, and the value, or the two between which the sent difference lies."""
+
+    action: ev.Publish
+    value: Value
+    base: Value | None
 
 
 @dataclass
@@ -48,7 +60,10 @@ class Learner:
     alive: bool = True
     linked: bool = False
     link: int = 0  # number of the current link: what belongs to an older one is lost
+    cut_until: float = 0.0  # no link before
     started: bool = False
+    leaving: bool = False
+    said_on: int = -1  # the link on which it said so
     stopping: bool = False
     finished: bool = False
     released: bool = False
@@ -65,6 +80,20 @@ class Learner:
     @property
     def incarnation(self) -> str:
         return f"{self.learner_id}.{self.number}"
+
+    @property
+    def link_is_lost(self) -> bool:
+        """Also while the syncer has not noticed."""
+        return not (self.alive and self.linked)
+
+    @property
+    def waits(self) -> bool:
+        """It takes no inner steps any more (or not yet): messages are handled as they come."""
+        return not self.started or self.finished or self.leaving
+
+    @property
+    def all_merged(self) -> bool:
+        return all(holding.first_unmerged == self.steps for holding in self.fragments)
 
 
 @dataclass(frozen=True)

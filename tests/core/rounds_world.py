@@ -1,18 +1,21 @@
 """A world for :class:`~hf_diloco.core.rounds.Rounds` in virtual time: model learners, their links, and faults.
 
-The merge is symbolic. Inner steps of one learner process are numbered, an update is a range of them, and the world
-keeps for each process and fragment up to which step it has been merged. Under ``carry`` every merged range must begin
-where the last one ended: an overlap is a step merged twice, a gap is a step lost.
+The merge is symbolic. Inner steps of one learner process are numbered, an update is a range of them, and a value says
+for each process up to which step it has been merged. Under ``carry`` every merged range must begin where the last one
+ended, and what a learner holds as not yet merged must begin where the value ends that it holds: an overlap is a step
+merged twice, a gap is a step lost. Only a learner that holds what the syncer, after its death, went on without (it
+reported too late) gives steps up.
 
 Messages of one direction travel on two lanes, with and without payload; each keeps its order, neither waits for the
-other. What is under way when a link is lost never arrives.
+other. What is under way when a link is lost never arrives; what has arrived at a learner is still applied.
 """
 
 import heapq
 import itertools
 import random
 
-from rounds_learner import Holding, Learner, Merge, Shipped, Speed
+from rounds_learner import Holding, Learner, Merge, Publication, Shipped, Speed
+from rounds_syncer import Disk, Syncer
 
 from hf_diloco.config import SyncerConfig
 from hf_diloco.core import events as ev
@@ -20,6 +23,7 @@ from hf_diloco.core.messages import RoundId, Version
 from hf_diloco.core.rounds import Rounds
 
 REPORT_EVERY_SECONDS = 0.03
+CHECKPOINT_SECONDS = 0.3  # at most, for the copies of all fragments
 MERGE_SECONDS = 0.002
 RELINK_SECONDS = 0.2
 NOTHING = Version(0, 0)  # what a Hello says of a fragment that the learner does not hold
@@ -30,17 +34,17 @@ class World:
 
     def __init__(self, config: SyncerConfig, speeds: list[Speed], *, total_steps: int, seed: int = 0) -> None:
         self.config, self.total_steps, self.now = config, total_steps, 0.0
-        self.rounds = Rounds(config)
+        self.disk = Disk()
+        self.syncer = Syncer(config, self.disk)
         self.learners: dict[int, Learner] = {}
         self.processes: list[Learner] = []
-        self.merges: list[Merge] = []
         self.discarded: list[RoundId] = []
         self.rejected: list[ev.RejectUpdate] = []
-        self.merged_until: dict[tuple[str, int], int] = {}  # by incarnation and fragment
-        self.merged_in: dict[str, Version] = {}  # by update id
+        self.given_up: dict[tuple[str, int], int] = {}  # process and fragment: what it merged before this step is void
+        self.steps_given_up = 0
         self.longest_gap = 0.0  # between merges, while somebody present made steps
         self._gap_since = 0.0
-        self._accepted: dict[RoundId, list[tuple[Learner, Shipped]]] = {}
+        self._checkpointing = False
         self._random = random.Random(seed)
         self._queue: list[tuple[float, int, object]] = []
         self._order = itertools.count()
@@ -48,6 +52,20 @@ class World:
         self._tick = 0
         for learner_id, speed in enumerate(speeds):
             self.join(learner_id, speed)
+        self._checkpoint_now_and_then(self.syncer)
+
+    @property
+    def rounds(self) -> Rounds:
+        return self.syncer.rounds
+
+    @property
+    def merges(self) -> list[Merge]:
+        return self.disk.merges
+
+    @property
+    def merged_until(self) -> dict[tuple[str, int], int]:
+        """By process and fragment: up to which step it is in the syncer's values."""
+        return {(who, f): last for f, kept in enumerate(self.syncer.fragments) for who, last in kept.value.items()}
 
     # -------------------------------------------------------------------------------------------------------- time
 
@@ -71,9 +89,11 @@ class World:
 
     @property
     def done(self) -> bool:
-        return self.rounds.done(self.now)
+        return self.syncer.alive and self.syncer.recovery is None and self.rounds.done(self.now)
 
     def describe(self) -> str:
+        if self.syncer.recovery or not self.syncer.alive:
+            return f"syncer {self.syncer.incarnation} is {'recovering' if self.syncer.alive else 'dead'}"
         states = {member.learner_id: member.state(self.now) for member in self.rounds.members.values()}
         return f"t={self.rounds.outer_step} {states} open={self.rounds.open_rounds}"
 
@@ -94,7 +114,7 @@ class World:
         if not (learner.alive and learner.linked):
             return
         self._drop_link(learner, self.config.link_timeout_seconds if silent else 0.05)
-        self.after(seconds, lambda: self._connect(learner))
+        self._connect_later(learner, seconds)
 
     def crash(self, learner_id: int, restart_after: float | None = None) -> None:
         """SIGKILL; a new process takes the id over later, or never."""
@@ -118,7 +138,7 @@ class World:
         self.hang(learner_id, seconds)
         if seconds > timeout and learner.linked:
             self._drop_link(learner, timeout)
-            self.after(seconds + RELINK_SECONDS, lambda: self._connect(learner))
+            self._connect_later(learner, seconds + RELINK_SECONDS)
 
     def leave(self, learner_id: int) -> None:
         """Take leave for good (early stopping): what is not merged goes with it."""
@@ -127,26 +147,59 @@ class World:
             learner.alive = False
             self._up(learner, ev.Left(learner_id=learner_id, for_good=True), payload=True)
 
+    def take_leave(self, learner_id: int) -> None:
+        """Train no more, wait until all that was done is merged, then take leave for good."""
+        learner = self.learners[learner_id]
+        if learner.alive and learner.started and not learner.finished:
+            learner.leaving = True
+            self._boundary(learner)
+
+    def kill_syncer(self, down_seconds: float, late: dict[int, float] | None = None) -> None:
+        """SIGKILL; another process goes on from the disk. Learners link again within a second, or these seconds."""
+        if not self.syncer.alive:
+            return
+        self.syncer.alive = False
+        for learner in self.learners.values():
+            if learner.alive and learner.linked:
+                self._drop_link(learner, 0.0)
+        self.after(down_seconds, lambda: self._start_syncer(late or {}))
+
+    def _start_syncer(self, late: dict[int, float]) -> None:
+        self.syncer = Syncer(self.config, self.disk)
+        self._checkpointing = False
+        for learner in self.learners.values():
+            self._connect_later(learner, late.get(learner.learner_id, self._random.uniform(0.0, 1.0)))
+        self._tell(ev.Tick())
+        self._checkpoint_now_and_then(self.syncer)
+
     # ------------------------------------------------------------------------------------------------------- links
 
+    def _connect_later(self, learner: Learner, seconds: float) -> None:
+        learner.cut_until = max(learner.cut_until, self.now + seconds)
+        self.at(learner.cut_until, lambda: self._connect(learner))
+
     def _connect(self, learner: Learner) -> None:
-        if learner.alive and not learner.linked:
-            learner.linked = True
-            learner.global_step = max(learner.global_step, self.rounds.outer_step)
+        goes_on = learner.alive and not learner.released
+        if goes_on and not learner.linked and self.syncer.alive and self.now >= learner.cut_until:
+            learner.linked, learner.inbox, learner.asks = True, [], []
             hello = ev.Joined(
                 learner_id=learner.learner_id,
                 incarnation=learner.incarnation,
                 global_step=learner.global_step,
                 held=tuple(holding.anchor or NOTHING for holding in learner.fragments),
             )
+            self.syncer.join(learner, hello)
             self._tell(hello)
+            self._look_at_inbox(learner)
 
     def _drop_link(self, learner: Learner, noticed_after: float) -> None:
         learner.linked, learner.link = False, learner.link + 1
-        learner.inbox, learner.asks, link = [], [], learner.link
+        learner.inbox = [(message, time) for message, time in learner.inbox if isinstance(message, Publication)]
+        learner.asks, link, syncer = [], learner.link, self.syncer
 
         def notice() -> None:
-            if learner.link == link and not learner.linked and self.learners[learner.learner_id] is learner:
+            is_last = learner.link == link and not learner.linked and self.learners[learner.learner_id] is learner
+            if is_last and self.syncer is syncer:
                 self._tell(ev.Left(learner_id=learner.learner_id, for_good=False))
 
         self.after(noticed_after, notice)
@@ -170,10 +223,17 @@ class World:
     # ------------------------------------------------------------------------------------------------------ syncer
 
     def _tell(self, event: ev.Event, sent: tuple[Learner, Shipped] | None = None) -> None:
+        if not self.syncer.alive:
+            return
         self._forgive_gap()
-        t, versions = self.rounds.outer_step, list(self.rounds.current)
-        for action in self.rounds.handle(event, self.now):
-            self._perform(action, sent)
+        rounds = self.rounds
+        t, versions = rounds.outer_step, list(rounds.current)
+        if isinstance(event, ev.Left):
+            self.syncer.leave(event)
+        self.syncer.tell(event, self.now, lambda action: self._perform(action, sent))
+        if self.rounds is not rounds:
+            self._gap_since = self.now
+            self._begin_checkpoint()
         assert self.rounds.outer_step >= t
         assert all(new >= old for new, old in zip(self.rounds.current, versions, strict=True))
         self._forgive_gap()
@@ -181,11 +241,14 @@ class World:
     def _perform(self, action: ev.Action, sent: tuple[Learner, Shipped] | None) -> None:
         match action:
             case ev.AcceptUpdate():
-                self._accepted.setdefault(action.round, []).append(sent)
+                self.syncer.accepted.setdefault(action.round, []).append(sent)
             case ev.MergeRound():
-                self._merge(action)
+                self.syncer.merge(action, self.now, self.given_up)
+                self._note_gap()
+                self._gap_since = self.now
+                self._soon(MERGE_SECONDS, lambda: self._tell(ev.Merged(round=action.round)))
             case ev.DiscardRound():
-                assert not self._accepted.pop(action.round, [])
+                assert not self.syncer.accepted.pop(action.round, [])
                 self.discarded.append(action.round)
             case ev.RejectUpdate():
                 self.rejected.append(action)
@@ -193,39 +256,68 @@ class World:
             case ev.CloseRound():
                 for learner_id in action.learner_ids:
                     self._down(learner_id, ("closed", action.round))
-            case ev.AskUpdates() | ev.Publish():
+            case ev.Publish():
+                self._publish(action)
+            case ev.AskUpdates():
                 for learner_id in action.learner_ids:
-                    self._down(learner_id, action, payload=isinstance(action, ev.Publish))
+                    self._down(learner_id, action)
             case ev.RequestValues():
-                self._up(self.learners[action.learner_id], ev.ValuesSupplied())
-            case ev.StartTraining() | ev.StopTraining() | ev.Release():
+                self._send(self.learners[action.learner_id], True, True, self._begin_checkpoint)
+            case ev.StartTraining() | ev.StopTraining() | ev.Release() | ev.RequestHandBack():
                 self._down(action.learner_id, action)
             case ev.SaveFinal():
-                self.after(0.1, lambda: self._tell(ev.Saved()))
+                self._begin_checkpoint(final=True)
             case ev.WaitUntil(time=time) if time is not None:
                 self._tick += 1
                 tick = self._tick
                 self.at(time, lambda: self._tell(ev.Tick()) if tick == self._tick else None)
 
-    def _merge(self, action: ev.MergeRound) -> None:
-        accepted = self._accepted.pop(action.round)
-        assert [(who.learner_id, update.update_id) for who, update in accepted] == list(action.participants)
-        self.merges.append(Merge(self.now, action, self.rounds.phase))
-        for who, update in accepted:
-            key = (who.incarnation, action.fragment_index)
-            end = self.merged_until.get(key, 0)
-            if self.config.on_arrival == "carry":
-                assert update.first == end, f"{key}: steps {update.first}..{update.last} merged after 0..{end}"
-            assert update.first >= end
-            self.merged_until[key] = update.last
-            self.merged_in[update.update_id] = action.version
-        self._note_gap()
-        self._gap_since = self.now
-        self.after(MERGE_SECONDS, lambda: self._tell(ev.Merged(round=action.round)))
+    def _publish(self, action: ev.Publish) -> None:
+        kept = self.syncer.fragments[action.fragment_index]
+        assert kept.version == action.version
+        base = self.syncer.previous[action.fragment_index] if action.base is not None else None
+        for learner_id in action.learner_ids:
+            self._down(learner_id, Publication(action, kept.value, base), payload=True)
+
+    def _soon(self, seconds: float, action) -> None:
+        """Unless the syncer dies before."""
+        syncer = self.syncer
+        self.after(seconds, lambda: action() if syncer.alive else None)
+
+    def _checkpoint_now_and_then(self, syncer: Syncer) -> None:
+        if syncer.alive:
+            if syncer.may_checkpoint():
+                self._begin_checkpoint()
+            self.after(self._random.uniform(1.0, 20.0), lambda: self._checkpoint_now_and_then(syncer))
+
+    def _begin_checkpoint(self, *, final: bool = False) -> None:
+        """The first one comes before anybody trains, the last one before anybody is released."""
+        syncer = self.syncer
+        if self._checkpointing and not final:
+            return
+        self._checkpointing, checkpoint = True, syncer.begin_checkpoint()
+
+        def copy() -> None:
+            if not syncer.alive:
+                return
+            if len(checkpoint.fragments) < self.config.num_fragments:
+                checkpoint.fragments.append(syncer.fragments[len(checkpoint.fragments)])
+                seconds = self._random.uniform(0.0, CHECKPOINT_SECONDS) / self.config.num_fragments
+                self.after(seconds, copy)
+                return
+            if syncer.rounds.phase != "finished":  # then the final one is there already
+                syncer.disk.checkpoint = checkpoint
+            self._checkpointing = False
+            if final:
+                self._tell(ev.Saved())
+            elif not syncer.rounds.has_values:
+                self._tell(ev.ValuesSupplied())
+
+        copy()
 
     def _forgive_gap(self) -> None:
         """Nobody is there: no merge is missing."""
-        if not self.rounds.present(self.now) or self.rounds.phase != "training":
+        if self.syncer.recovery or not self.rounds.present(self.now) or self.rounds.phase != "training":
             self._gap_since = self.now
 
     def _note_gap(self) -> None:
@@ -234,25 +326,41 @@ class World:
     # ---------------------------------------------------------------------------------------------------- learners
 
     def _receive(self, learner: Learner, message: object) -> None:
+        if isinstance(message, ev.RequestHandBack):  # the training thread has no part in it
+            self._hand_back(learner, message.fragment_index)
+            return
         learner.inbox.append((message, self.now))
         self._look_at_inbox(learner)
 
     def _look_at_inbox(self, learner: Learner) -> None:
-        if not learner.started or learner.finished:  # otherwise at the next step boundary
+        if learner.waits:  # otherwise at the next step boundary
             self._boundary(learner)
+
+    def _hand_back(self, learner: Learner, index: int) -> None:
+        version, value = learner.fragments[index].anchor, learner.fragments[index].value
+        assert version is not None
+
+        def arrive() -> None:
+            if self.syncer.recovery is not None:
+                taken = self.syncer.take(index, version, value)
+                who = learner.learner_id
+                self._tell(ev.HandedBack(learner_id=who, fragment_index=index, version=version, refused=not taken))
+
+        self._send(learner, True, True, arrive)
 
     def _schedule_step(self, learner: Learner) -> None:
         seconds = learner.speed.step_seconds * self._random.uniform(1.0, learner.speed.jitter)
         self.after(seconds, lambda: self._step(learner))
 
     def _step(self, learner: Learner) -> None:
-        if not learner.alive:
+        if not learner.alive or learner.waits:
             return
         if self.now < learner.frozen_until:
             self.at(learner.frozen_until, lambda: self._step(learner))
             return
         learner.steps, learner.global_step = learner.steps + 1, learner.global_step + 1
-        if (member := self.rounds.members.get(learner.learner_id)) and member.present(self.now):
+        member = self.rounds.members.get(learner.learner_id)
+        if member and member.present(self.now) and self.syncer.alive and not self.syncer.recovery:
             self._note_gap()
         self._boundary(learner)
         if not learner.finished:
@@ -264,7 +372,7 @@ class World:
         inbox, learner.inbox = learner.inbox, []
         for message, arrived_at in inbox:
             match message:
-                case ev.Publish():
+                case Publication():
                     self._apply(learner, message)
                 case ev.AskUpdates():
                     learner.asks.append((message, arrived_at))
@@ -272,7 +380,9 @@ class World:
                     learner.closed.add(round_id)
                     for holding in learner.fragments:
                         if holding.shipped and holding.shipped.round == round_id:
-                            assert holding.shipped.update_id not in self.merged_in, "told that a merged one was not"
+                            assert holding.shipped.update_id not in self.disk.merged_in, (
+                                "told that a merged one was not"
+                            )
                             holding.shipped = None
                 case ev.StartTraining():
                     if not learner.started:
@@ -290,32 +400,57 @@ class World:
             if ask.round not in learner.closed:
                 self._ship(learner, ask, arrived_at)
         self._report(learner)
+        if learner.leaving:
+            self._drain(learner)
 
-    def _apply(self, learner: Learner, publication: ev.Publish) -> None:
-        index, version = publication.fragment_index, publication.version
-        holding = learner.fragments[index]
-        if publication.base is not None and publication.base != holding.anchor and version != holding.anchor:
-            self._up(learner, ev.FullNeeded(learner_id=learner.learner_id, fragment_index=index))
-            return
-        shipped, merged = holding.shipped, dict(publication.merged_updates).get(learner.learner_id)
-        if self.config.on_arrival == "overwrite" and version != holding.anchor:
+    def _drain(self, learner: Learner) -> None:
+        if learner.all_merged:
+            learner.alive = False
+            self._up(learner, ev.Left(learner_id=learner.learner_id, for_good=True), payload=True)
+        elif learner.linked and learner.said_on != learner.link:
+            learner.said_on, learner.reported_at = learner.link, -1.0
+            self._report(learner)
+            self._up(learner, ev.Leaving(learner_id=learner.learner_id))
+
+    def _apply(self, learner: Learner, publication: Publication) -> None:
+        action = publication.action
+        index, version, holding = action.fragment_index, action.version, learner.fragments[action.fragment_index]
+        assert holding.anchor is None or version >= holding.anchor, f"from {holding.anchor} back to {version}"
+        if version != holding.anchor:
+            if publication.base is not None and action.base != holding.anchor:
+                self._up(learner, ev.FullNeeded(learner_id=learner.learner_id, fragment_index=index))
+                return
+            assert publication.base is None or publication.base == holding.value
+            assert publication.value == self.disk.published[index, version], "two values of one version"
+            self._settle(learner, index, publication)
+            holding.anchor, holding.value = version, publication.value
+            learner.global_step = max(learner.global_step, version.outer_step)
+        self._up(learner, ev.Acknowledged(learner_id=learner.learner_id, fragment_index=index, version=version))
+
+    def _settle(self, learner: Learner, index: int, publication: Publication) -> None:
+        """What of the learner's own steps is in the value that it applies, and what is not."""
+        action, holding = publication.action, learner.fragments[index]
+        shipped, merged = holding.shipped, dict(action.merged_updates).get(learner.learner_id)
+        if self.config.on_arrival == "overwrite":
             learner.steps_overwritten += learner.steps - (shipped.last if shipped else holding.first_unmerged)
             holding.first_unmerged, holding.shipped = learner.steps, None
-        elif shipped and shipped.update_id == merged:
-            assert self.merged_in[merged] <= version, f"{merged} is not in {version}"
+            return
+        if shipped and shipped.update_id == merged:
             holding.first_unmerged, holding.shipped = shipped.last, None
-        elif shipped and publication.closed_round and publication.closed_round >= shipped.round:
-            assert shipped.update_id not in self.merged_in, f"{shipped.update_id} was merged, {version} says it was not"
+        elif shipped and action.closed_round and action.closed_round >= shipped.round:
+            assert shipped.update_id not in self.disk.merged_in, f"{action.version} says it was not merged"
             holding.shipped = None
-        holding.anchor = version
-        learner.global_step = max(learner.global_step, version.outer_step)
-        self._up(learner, ev.Acknowledged(learner_id=learner.learner_id, fragment_index=index, version=version))
+        key, merged_until = (learner.incarnation, index), publication.value.get(learner.incarnation, 0)
+        if (index, holding.anchor) in self.disk.void and merged_until < holding.first_unmerged:
+            self.given_up[key] = holding.first_unmerged
+            self.steps_given_up += holding.first_unmerged - merged_until
+        assert holding.first_unmerged in (merged_until, self.given_up.get(key)), (key, action, holding)
 
     def _ship(self, learner: Learner, ask: ev.AskUpdates, arrived_at: float) -> None:
         holding = learner.fragments[ask.fragment_index]
         assert holding.anchor is not None, "asked before it held the fragment"
         if holding.shipped is None or holding.shipped.round != ask.round:
-            update_id = f"{learner.incarnation}/{ask.round.number}"
+            update_id = f"{learner.incarnation}/{ask.round.incarnation}.{ask.round.number}"
             holding.shipped = Shipped(update_id, ask.round, holding.first_unmerged, learner.steps, holding.anchor)
         shipped = holding.shipped
         if shipped.first == shipped.last:
@@ -335,7 +470,8 @@ class World:
     def _report(self, learner: Learner) -> None:
         if not learner.started:
             return
-        if not learner.finished and (learner.stopping or learner.global_step >= self.total_steps):
+        at_end = learner.stopping or learner.global_step >= self.total_steps
+        if at_end and not (learner.finished or learner.leaving):
             learner.finished, learner.finished_at = True, self.now
         if learner.finished or self.now - learner.reported_at >= REPORT_EVERY_SECONDS:
             learner.reported_at = self.now

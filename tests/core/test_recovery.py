@@ -247,4 +247,4 @@ def test_what_a_dead_process_had_said_is_not_taken_for_the_new_one():
     world = Restarted().join(0, OLD, OLD).tell(report(0, 500, finished=True)).join(0).tell(report(0, 1))
     world.join(1, OLD, OLD)
     assert world.ended
-    assert [getattr(event, "steps", None) for event in world.recovery.said()] == [None, 1, None]
+    assert [getattr(event, "steps", None) for event in world.recovery.said()] == [None, None, 1]

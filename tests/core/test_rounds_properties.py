@@ -330,7 +330,7 @@ speeds = st.builds(
 faults = st.lists(
     st.tuples(
         st.floats(0, 50),
-        st.sampled_from(["cut", "silent cut", "crash", "die", "stop", "hang", "leave", "join"]),
+        st.sampled_from(["cut", "silent cut", "crash", "die", "stop", "hang", "leave", "join", "take leave", "kill", "kill late"]),
         st.integers(0, 3),
         st.floats(0.05, 40),
     ),
@@ -359,6 +359,10 @@ def worlds(draw):
 def inject(world: World, kind: str, learner_id: int, seconds: float) -> None:
     if kind == "join" and (learner_id not in world.learners or not world.learners[learner_id].alive):
         world.join(learner_id, Speed(step_seconds=0.2))
+    elif kind == "kill":
+        world.kill_syncer(seconds)
+    elif kind == "kill late":  # this learner takes some seconds to link again: often too many
+        world.kill_syncer(min(seconds, 1.0), {learner_id: seconds})
     elif learner_id in world.learners:
         match kind:
             case "cut" | "silent cut":
@@ -371,11 +375,11 @@ def inject(world: World, kind: str, learner_id: int, seconds: float) -> None:
                 world.hang(learner_id, seconds)
             case "leave":
                 world.leave(learner_id)
+            case "take leave":
+                world.take_leave(learner_id)
 
 
-@settings(relaxed, max_examples=120)
-@given(worlds(), faults)
-def test_no_fault_stalls_the_run_or_loses_progress(world, faults):
+def check_world(world: World, faults: list[tuple[float, str, int, float]]) -> None:
     for time, kind, learner_id, seconds in faults:
         world.at(time, lambda args=(kind, learner_id, seconds): inject(world, *args))
     slowest_seconds = max(learner.speed.step_seconds for learner in world.processes) * 2
@@ -383,14 +387,22 @@ def test_no_fault_stalls_the_run_or_loses_progress(world, faults):
     world.run_until(slowest_seconds * world.total_steps + fault_seconds + 200)
     alive = [learner for learner in world.learners.values() if learner.alive]
     event(f"alive at the end: {len(alive)}")
+    event(f"syncers: {min(world.syncer.incarnation, 4)}")
+    event(f"steps given up: {bool(world.steps_given_up)}")
     left = world.rounds.started and all(member.left for member in world.rounds.members.values())
     assert world.done or not (alive or left), world.describe()
     released = {who for who, member in world.rounds.members.items() if member.released or member.left}
     assert all(learner.learner_id in released or not learner.linked for learner in alive), world.describe()
-    check_conservation(world, hit={learner_id for _, _, learner_id, _ in faults})
+    check_conservation(world, hit={learner_id for _, kind, learner_id, _ in faults if kind != "kill"})
     held_up = sum(min(seconds, 30.0) for _, kind, _, seconds in faults if kind in ("stop", "hang"))
     held_up += sum(world.config.link_timeout_seconds for _, kind, _, _ in faults if kind == "silent cut")
     assert world.longest_gap <= held_up + world.config.sync_every * slowest_seconds * 2 + 12
+
+
+@settings(relaxed, max_examples=120)
+@given(worlds(), faults)
+def test_no_fault_stalls_the_run_or_loses_progress(world, faults):
+    check_world(world, faults)
 
 
 def check_conservation(world: World, hit: set[int]) -> None:

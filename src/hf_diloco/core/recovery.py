@@ -24,23 +24,31 @@ class Recovered:
     merged: Sequence[Mapping[int, str]]  # for each fragment: id of the last update of each learner that is in it
     outer_step: int  # t; not below any that a learner has seen
     started: bool  # the start gate had been opened
+    ended: bool = False  # the run had come to its end: nothing is left to merge
 
 
 class Recovery:
     """Collects what learners hold after the syncer died.
 
     It ends when every learner that the tape knows has reported, or ``REPORT_SECONDS`` after the first report; and
-    not before the values that were asked for have come, or their holders have gone.
+    not before the values that were asked for have come, or their holders have gone. With nobody there it waits for
+    ever, unless the run had come to its end: then perhaps all learners have got the final values, and gone.
 
     Args:
         held: version of each fragment in the checkpoint.
         known_learners: who had joined, and not left for good, before the syncer died.
         vouched: versions of each fragment whose participants and digest the tape knows. Others are not taken: nobody
             could say which updates are in them.
+        ended: the run had come to its end; the learners have ``REPORT_SECONDS`` from the first event on.
     """
 
     def __init__(
-        self, held: Sequence[Version], known_learners: Collection[int], vouched: Sequence[Collection[Version]]
+        self,
+        held: Sequence[Version],
+        known_learners: Collection[int],
+        vouched: Sequence[Collection[Version]],
+        *,
+        ended: bool = False,
     ) -> None:
         self.held = list(held)
         self._missing = set(known_learners)
@@ -49,6 +57,7 @@ class Recovery:
         self._said: dict[int, list[ev.Event]] = {}  # by each of them since it was linked
         self._asked: dict[int, tuple[int, Version]] = {}  # fragment -> whom, for which version
         self._refused: set[tuple[int, int]] = set()  # learner and fragment
+        self._run_ended = ended
         self._first_report_at: float | None = None
         self._ended = False
 
@@ -59,13 +68,13 @@ class Recovery:
         """
         if self._ended:
             return [ev.WaitUntil(time=None)]
+        if self._first_report_at is None and (self._run_ended or isinstance(event, ev.Joined)):
+            self._first_report_at = now
         if isinstance(event, ev.Joined):
             self._missing.discard(event.learner_id)
             self._reports[event.learner_id] = event.held if len(event.held) == len(self.held) else ()
             self._said[event.learner_id] = [event]
             self._forget_asks(event.learner_id)  # its answer went down with the old link
-            if self._first_report_at is None:
-                self._first_report_at = now
         elif isinstance(event, ev.Left):
             self._reports.pop(event.learner_id, None)
             self._said.pop(event.learner_id, None)
@@ -84,12 +93,14 @@ class Recovery:
         return [*actions, ev.WaitUntil(time=self._deadline(now))]
 
     def said(self) -> list[ev.Event]:
-        """What the rounds that follow must be told: each linked learner's Joined, reports and leave.
+        """What the rounds that follow must be told: who is linked, and then what they said.
 
-        Not what was said on a link that is gone: the steps of a process that died would make the one that took its
-        place look idle for ever.
+        All joins come first: else the first learner that had finished would end the run before the next is there.
+        What was said on a link that is gone is left out: the steps of a process that died would make the one that
+        took its place look idle for ever.
         """
-        return [event for learner_id in sorted(self._said) for event in self._said[learner_id]]
+        joins = [said[0] for said in self._said.values()]
+        return joins + [event for said in self._said.values() for event in said[1:]]
 
     def _on_handed_back(self, event: ev.HandedBack) -> None:
         if self._asked.get(event.fragment_index) != (event.learner_id, event.version):

@@ -38,7 +38,8 @@ class Rounds:
         self.config = config
         self.incarnation = incarnation
         self.outer_step = recovered.outer_step if recovered else 0
-        self.phase = "training"  # "training", "draining" (last rounds), "saving", "finished"
+        # "training", "draining" (last rounds), "saving", "finished"
+        self.phase = "draining" if recovered and recovered.ended else "training"
         self.started = recovered.started if recovered else False
         self.members: dict[int, Member] = {}
         held = recovered.held if recovered else [Version(incarnation, 0)] * config.num_fragments
@@ -394,7 +395,10 @@ class Rounds:
     def _publish(self) -> None:
         if not self.has_values:
             return
+        merging = {index for index, round in self.open_rounds.items() if not round.collecting}
         for fragment_index, current in enumerate(self.current):
+            if fragment_index in merging:
+                continue  # the next value is moments away, and may have taken the place of this one already
             by_base: dict[Version | None, list[int]] = {}
             for member in self.members.values():
                 held = member.fragments[fragment_index]

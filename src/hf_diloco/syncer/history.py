@@ -27,6 +27,8 @@ class History:
         known_learners: who had joined, and not left for good.
         incarnation: of the syncer that wrote the checkpoint.
         outer_step: t.
+        final: the checkpoint holds the final values.
+        all_left: learners had joined, and all of them had taken leave.
     """
 
     held: Sequence[Version]
@@ -34,7 +36,9 @@ class History:
     known_learners: set[int]
     incarnation: int
     outer_step: int
-    finished: bool = False  # the run came to its end
+    final: bool = False
+    all_left: bool = False
+    finished: bool = False  # the run came to its end, and its syncer with it
 
     def __post_init__(self) -> None:
         self.made: list[dict[Version, Made]] = [{} for _ in self.held]
@@ -46,8 +50,10 @@ class History:
                 self.incarnation, self.finished = line["incarnation"], False
             elif line["kind"] == "join":
                 self.known_learners.add(line["learner_id"])
+                self.all_left = False
             elif line["kind"] == "leave" and line["for_good"]:
                 self.known_learners.discard(line["learner_id"])
+                self.all_left = not self.known_learners
             elif line["kind"] == "round":
                 self._read_round(line)
             elif line["kind"] == "recovered":
@@ -73,7 +79,8 @@ class History:
     def forget(self, outer_step: int) -> None:
         """Go back to the checkpoint itself: what was merged after it is void, and nobody is waited for."""
         self.made = [{} for _ in self.held]
-        self.known_learners, self.outer_step, self.finished = set(), outer_step, False
+        self.known_learners, self.outer_step = set(), outer_step
+        self.final = self.all_left = self.finished = False
 
     def digest(self, fragment_index: int, version: Version) -> str:
         """Of a value that the tape knows."""

@@ -33,7 +33,9 @@ class Restart:
         self._history, self._state, self._started = history, state, saved.facts.started
         for index in range(state.layout.num_fragments):
             state.load_fragment(index, saved.fragment(index))
-        self._recovery = Recovery(history.held, history.known_learners, [made.keys() for made in history.made])
+        self._ended = history.final or (self._started and history.all_left)
+        vouched = [made.keys() for made in history.made]
+        self._recovery = Recovery(history.held, history.known_learners, vouched, ended=self._ended)
         self.num_handed_back = 0
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
@@ -65,7 +67,7 @@ class Restart:
         outer_step = max(self._history.outer_step, *(version.outer_step for version in state.versions))
         return Recovered(
             held=list(state.versions), merged=[dict(merged) for merged in state.merged], outer_step=outer_step,
-            started=self._started,
+            started=self._started, ended=self._ended,
         )  # fmt: skip
 
     def said(self) -> list[ev.Event]:

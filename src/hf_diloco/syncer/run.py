@@ -342,7 +342,7 @@ class Run:
         self.state.stamp(incarnation)
         self.rounds, self._restart = Rounds(self.terms.config, incarnation=incarnation, recovered=recovered), None
         self._saver.due_at = time.monotonic()
-        self._events.extend(restart.said())
+        self._events.extend([*restart.said(), ev.Tick()])
         logger.info(
             "[syncer · step %d] recovered: %d of %d fragments were handed back by learners",
             recovered.outer_step, restart.num_handed_back, len(recovered.held),
@@ -473,6 +473,7 @@ class Run:
             num_participants=self._num_participants,
             tape_bytes=self._tape.size_bytes,
             learner_checkpoints={str(who): path for who, path in (learner_checkpoints or {}).items()},
+            final=self.rounds.phase == "saving",
         )
 
     def save(self) -> None:

@@ -43,6 +43,7 @@ class Facts:
     num_participants: int
     tape_bytes: int
     learner_checkpoints: dict[str, str]  # of a checkpoint of the whole run: learner id -> path on its machine
+    final: bool = False  # these are the values that the run ends with
 
 
 def save_run(
@@ -132,6 +133,8 @@ class SavedRun:
             known_learners=set(facts.known_learners),
             incarnation=facts.incarnation,
             outer_step=facts.outer_step,
+            final=facts.final,
+            all_left=facts.started and not facts.known_learners,
         )
         if tape.exists():
             history.read(iterate_tape(tape, facts.tape_bytes))
