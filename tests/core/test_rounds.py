@@ -473,16 +473,26 @@ def test_a_publication_names_what_is_in_it_and_which_round_is_over():
     assert publication.closed_round == round
 
 
-def test_a_value_sent_while_the_next_one_is_merged_does_not_name_its_updates():
-    # The round is closed, its merge runs; a learner whose update is in it comes back and is sent the value before.
-    # Were it told "merged", and the syncer then died, its progress would be in no value that anybody holds.
+def test_no_value_is_sent_while_the_next_one_is_merged():
+    # The round is closed, and whoever merges may have replaced the value already: it would go out as the one before.
     syncer, round = at_first_round(2)
     syncer.answer(0, round).answer(1, round)
     syncer.lose(0).join(0, held=(Version(0, 0), syncer.rounds.current[1]))
-    (publication,) = syncer.got(ev.Publish)
-    assert publication.version == FIRST
-    assert (0, f"0/{round.number}") not in publication.merged_updates
-    assert publication.closed_round is None
+    assert syncer.got(ev.Publish) == []
+    publications = syncer.merge_all().got(ev.Publish)
+    assert {publication.version for publication in publications} == {Version(1, 4)}
+    assert {who for publication in publications for who in publication.learner_ids} == {0, 1}
+
+
+def test_who_joins_as_a_round_closes_is_not_sent_the_value_before_it():
+    # The grace window ends without a tick: the event that comes first is a learner that is to be sent the value.
+    syncer, round = at_first_round(3)
+    syncer.lose(2).answer(0, round)
+    assert syncer.open_round(0) == round
+    syncer.now = 1000.0
+    syncer.join(2)
+    assert [action.round for action in syncer.got(ev.MergeRound)] == [round]
+    assert all(publication.fragment_index != 0 for publication in syncer.got(ev.Publish))
 
 
 def test_one_publication_of_a_fragment_is_under_way_and_the_next_skips_what_was_missed():

@@ -242,3 +242,88 @@ def test_overwrite_loses_what_was_in_flight_and_carry_does_not(on_arrival):
     lost = sum(learner.steps_overwritten for learner in world.learners.values())
     assert (lost > 0) == (on_arrival == "overwrite")
     assert mean_participants(world) >= 1.8
+
+
+# ------------------------------------------------------------------------------------------------------ leave taken
+
+
+def left_at(world, learner_id):
+    """When it was gone; all that it had done must be merged by then."""
+    learner = world.learners[learner_id]
+    while learner.alive:
+        assert not world.done
+        assert world.now < 1000, world.describe()
+        world.run_until(world.now + 0.1)
+    world.check_everything_merged(learner_id)
+    return world.now
+
+
+@pytest.mark.parametrize("num_learners", [1, 3])
+def test_who_takes_leave_is_merged_at_once(num_learners):
+    world = make_world([Speed()] * num_learners, total_steps=200, sync_every=100, num_fragments=4)
+    world.at(120.2, lambda: world.take_leave(0))
+    world.run_until(121.0)
+    assert left_at(world, 0) <= 124.0
+    world.run(600)
+
+
+@pytest.mark.parametrize("before", ["evaluation", "lost link"])
+def test_who_takes_leave_after_a_silence_is_merged(before):
+    """It counted as idle, and takes no further step that would end that."""
+    world = make_world([Speed()] * 2, total_steps=300, sync_every=100, num_fragments=4)
+    world.at(60.2, lambda: world.hang(1, 50.0) if before == "evaluation" else world.cut(1, 50.0))
+    world.at(61.2, lambda: world.take_leave(1))
+    world.run_until(62.0)
+    assert left_at(world, 1) <= 115.0
+    world.run(600)
+
+
+def test_who_takes_leave_while_the_syncer_is_dead_waits_for_the_next_one():
+    world = make_world([Speed()] * 2, total_steps=300, sync_every=100, num_fragments=4)
+    world.at(60.2, lambda: world.kill_syncer(40.0))
+    world.at(61.2, lambda: world.take_leave(1))
+    world.run_until(62.0)
+    assert left_at(world, 1) <= 106.0
+    world.run(600)
+
+
+# --------------------------------------------------------------------------------------------- syncers that die
+
+
+@pytest.mark.parametrize("down_seconds", [0.5, 45.0])
+def test_learners_train_on_without_a_syncer_and_all_is_merged(down_seconds):
+    world = make_world([Speed(jitter=1.1)] * 3, total_steps=200, num_fragments=8)
+    world.at(60.2, lambda: world.kill_syncer(down_seconds))
+    world.run(600)
+    world.check_everything_merged()
+    assert world.steps_given_up == 0
+    assert not merges_between(world, 60.2, 60.2 + down_seconds)
+    assert len(merges_between(world, 60.2 + down_seconds, 66.0 + down_seconds)) >= 2
+
+
+def test_who_reports_too_late_gives_up_what_the_others_never_had():
+    """It alone was merged for some time; then the syncer dies, and goes on from what the other one holds."""
+    world = make_world([Speed()] * 2, total_steps=200, num_fragments=4, sync_every=4)
+    world.at(60.2, lambda: world.cut(0, 10.0))
+    world.at(70.0, lambda: world.kill_syncer(0.1, late={0: 0.5, 1: 20.0}))
+    world.run(600)
+    assert 8 <= world.steps_given_up / 4 <= 10
+    world.check_everything_merged()
+
+
+def test_a_syncer_that_dies_when_all_is_saved_ends_the_run():
+    world = make_world([Speed()] * 2, total_steps=50, num_fragments=4, sync_every=4)
+    while world.rounds.phase != "finished":
+        world.run_until(world.now + 0.01)
+    world.crash(1)
+    world.kill_syncer(5.0)
+    world.run(100)
+    assert world.learners[0].released
+
+
+def test_a_syncer_that_dies_when_everybody_has_gone_ends_the_run():
+    world = make_world([Speed()] * 2, total_steps=50, num_fragments=4, sync_every=4)
+    while not all(learner.released for learner in world.learners.values()):
+        world.run_until(world.now + 0.001)
+    world.kill_syncer(5.0)  # what they said at parting has not arrived
+    world.run(100)

@@ -55,16 +55,16 @@ class Member:
 
     def idle_at(self) -> float | None:
         """When it will count as idle if it makes no step before; None if it never will, or never made one."""
-        if self.finished or self.progressed_at is None:
+        if self.finished or self.to_merge or self.progressed_at is None:
             return None
         return self.progressed_at + max(IDLE_SECONDS, IDLE_STEPS * self.step_seconds)
 
     def present(self, now: float) -> bool:
-        """Linked, healed and making progress (or finished and waiting): counted, asked, waited for."""
+        """Linked, healed and making progress (or waiting, at its end or to leave): counted, asked, waited for."""
         if not (self.linked and self.healed and self.training) or self.released:
             return False
         idle_at = self.idle_at()
-        return self.finished or (idle_at is not None and now < idle_at)
+        return self.finished or bool(self.to_merge) or (idle_at is not None and now < idle_at)
 
     def may_be_asked(self, fragment_index: int) -> bool:
         """It has applied every version of this fragment that merged it."""

@@ -214,8 +214,6 @@ class Rounds:
                 self._previous[fragment_index] = previous
                 self.current[fragment_index] = Version(self.incarnation, round.outer_step)
                 self._closed_at[fragment_index] = now if round.closed_at is None else round.closed_at
-                # Not at the closing: a publication of the previous value, sent while this merge ran, would say that
-                # these updates are in it, or that they never will be.
                 self._closed_rounds[fragment_index] = round.id
                 for learner_id, update_id in round.participants:
                     held = self.members[learner_id].fragments[fragment_index]
