@@ -140,8 +140,12 @@ class Syncer:
 
     def begin_checkpoint(self) -> Checkpoint:
         return Checkpoint(
-            frozenset(self.known), self.rounds.outer_step, self.rounds.started, self.incarnation,
-            self.rounds.phase == "saving", len(self.disk.tape),
+            frozenset(self.known),
+            self.rounds.outer_step,
+            self.rounds.started,
+            self.incarnation,
+            self.rounds.phase == "saving",
+            len(self.disk.tape),
         )
 
     def may_checkpoint(self) -> bool:

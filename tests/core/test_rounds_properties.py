@@ -1,17 +1,16 @@
 """Properties that every sequence of events must keep: raw events, senseless ones too, and faults in a whole world."""
 
-from dataclasses import dataclass, field
-
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from rounds_learner import Speed
+from rounds_onlooker import Onlooker
 from rounds_world import NOTHING, World
 
 from hf_diloco.config import SyncerConfig
 from hf_diloco.core import events as ev
 from hf_diloco.core.messages import RoundId, Version
-from hf_diloco.core.rounds import Rounds
+from hf_diloco.core.recovery import Recovered
 
 pytestmark = pytest.mark.fast
 
@@ -19,194 +18,6 @@ relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, H
 
 
 # ------------------------------------------------------------------------------------------------------- raw events
-
-
-@dataclass
-class Seen:
-    """What an onlooker knows of one learner from the events and actions alone."""
-
-    incarnation: str
-    versions: list[Version | None]
-    in_flight: list[Version | None]
-    linked: bool = True
-    left: bool = False
-    training: bool = False
-    finished: bool = False
-    released: bool = False
-    steps: int = 0
-    step_seconds: float = 1.0
-    progressed_at: float | None = None
-    absent_since: float = 0.0
-
-    def present(self, now: float) -> bool:
-        if not self.linked or not self.training or self.released or None in self.versions:
-            return False
-        if self.finished:
-            return True
-        return self.progressed_at is not None and now < self.progressed_at + max(30.0, 10 * self.step_seconds)
-
-
-@dataclass
-class SeenRound:
-    fragment_index: int
-    final: bool
-    asked: set[int] = field(default_factory=set)
-    answered: set[int] = field(default_factory=set)
-    num_participants: int = 0
-    quorum_at: float | None = None
-    close_at: float = 0.0
-
-
-class Onlooker:
-    """Feeds one machine and works out by itself which rounds must be open after each event."""
-
-    def __init__(self, config: SyncerConfig) -> None:
-        self.config, self.rounds, self.now = config, Rounds(config), 0.0
-        self.learners: dict[int, Seen] = {}
-        self.collecting: dict[RoundId, SeenRound] = {}
-        self.known_rounds: list[RoundId] = []
-        self.merging: list[ev.MergeRound] = []
-        self.participants: dict[RoundId, list[tuple[int, str]]] = {}
-        self.wake_at: float | None = None
-        self.num_merges = 0
-
-    def handle(self, event: ev.Event) -> None:
-        t, versions = self.rounds.outer_step, list(self.rounds.current)
-        answer_counts = self._observe(event)
-        actions = self.rounds.handle(event, self.now)
-        assert isinstance(actions[-1], ev.WaitUntil)
-        self.wake_at = actions[-1].time
-        assert self.wake_at is None or self.wake_at > self.now
-        assert sum(isinstance(action, ev.WaitUntil) for action in actions) == 1
-        assert self.rounds.outer_step >= t
-        assert all(new >= old for new, old in zip(self.rounds.current, versions, strict=True))
-        self._check_acceptance(event, answer_counts, actions)
-        self._check_closing(actions)
-        for action in actions:
-            self._take_action(action)
-        assert len(self.rounds.open_rounds) <= self.config.max_open_rounds
-        assert {r.id for r in self.rounds.open_rounds.values() if r.collecting} == self.collecting.keys()
-
-    def _observe(self, event: ev.Event) -> bool:
-        """Note the event; whether it is an answer that counts."""
-        seen = self.learners.get(getattr(event, "learner_id", -1))
-        match event:
-            case ev.Joined():
-                if seen is None or seen.left or seen.incarnation != event.incarnation:
-                    num = self.config.num_fragments
-                    seen = self.learners[event.learner_id] = Seen(event.incarnation, [None] * num, [None] * num)
-                if len(event.held) == self.config.num_fragments:
-                    seen.versions = [None if version == NOTHING else version for version in event.held]
-                seen.in_flight = [None] * self.config.num_fragments
-                seen.linked, seen.released = True, False
-            case ev.Left() if seen:
-                seen.absent_since = self.now if seen.linked else seen.absent_since
-                seen.linked, seen.left = False, seen.left or event.for_good
-            case ev.Reported() if seen and seen.linked:
-                seen.step_seconds = event.step_seconds or seen.step_seconds
-                if event.steps > seen.steps:
-                    seen.steps, seen.progressed_at = event.steps, self.now
-                seen.finished |= event.finished
-            case ev.Acknowledged() if seen and 0 <= event.fragment_index < self.config.num_fragments:
-                if seen.in_flight[event.fragment_index] == event.version:
-                    seen.in_flight[event.fragment_index], seen.versions[event.fragment_index] = None, event.version
-            case ev.FullNeeded() if seen and 0 <= event.fragment_index < self.config.num_fragments:
-                seen.versions[event.fragment_index] = seen.in_flight[event.fragment_index] = None
-        if isinstance(event, ev.Joined | ev.Left):
-            for round in self.collecting.values():
-                if event.learner_id not in round.answered:
-                    round.asked.discard(event.learner_id)
-        round = self.collecting.get(event.round) if isinstance(event, ev.Answered) and seen else None
-        if round is None or round.fragment_index != event.fragment_index:
-            return False
-        if event.learner_id in round.answered or event.learner_id not in round.asked:
-            return False
-        round.answered.add(event.learner_id)
-        return not event.refused and event.steps > 0 and event.weight > 0
-
-    def _check_acceptance(self, event: ev.Event, counts: bool, actions: list[ev.Action]) -> None:
-        accepted = [action for action in actions if isinstance(action, ev.AcceptUpdate)]
-        if self.config.on_arrival == "carry":
-            assert len(accepted) == counts
-        assert len(accepted) <= counts
-        for action in accepted:
-            assert action.round in self.collecting
-            self.collecting[action.round].num_participants += 1
-            self.participants.setdefault(action.round, []).append((event.learner_id, event.update_id))
-
-    def _check_closing(self, actions: list[ev.Action]) -> None:
-        started = {action.learner_id for action in actions if isinstance(action, ev.StartTraining)}
-        for learner_id in started:
-            self.learners[learner_id].training = True
-        closed = {action.round for action in actions if isinstance(action, ev.MergeRound | ev.DiscardRound)}
-        for round_id, round in list(self.collecting.items()):
-            assert (round_id in closed) == self._should_close(round_id, round), (round_id, round, self.now)
-            if round_id in closed:
-                del self.collecting[round_id]
-
-    def _should_close(self, round_id: RoundId, round: SeenRound) -> bool:
-        present = {who for who, seen in self.learners.items() if seen.present(self.now)}
-        if round.final:
-            timeout = self.config.link_timeout_seconds
-            gone = {who for who, seen in self.learners.items() if seen.training and not seen.linked and not seen.left}
-            away = {who for who in gone if self.now < self.learners[who].absent_since + timeout}
-            return present | away <= round.answered
-        waiting = (present & round.asked) - round.answered
-        if not waiting:
-            return True
-        if round.quorum_at is None and round.num_participants >= max(
-            min(self.config.min_quorum, len(present & round.asked)), 1
-        ):
-            round.quorum_at = self.now
-            slowest = max(self.learners[who].step_seconds for who in waiting)
-            open_round = self.rounds.open_rounds.get(round.fragment_index)
-            if open_round is not None and open_round.id == round_id:
-                grace, most = open_round.grace_seconds, self.config.max_grace_seconds
-                assert min(slowest, most) <= grace <= most
-                round.close_at = self.now + grace
-            else:
-                round.close_at = self.now  # only right if the window can be empty
-                assert self.config.max_grace_seconds == 0
-        return round.quorum_at is not None and self.now >= round.close_at
-
-    def _take_action(self, action: ev.Action) -> None:
-        match action:
-            case ev.AskUpdates():
-                assert action.learner_ids
-                if action.round not in self.known_rounds:
-                    self.known_rounds.append(action.round)
-                for who in action.learner_ids:
-                    round, seen = self._round(action.round, action.fragment_index), self.learners[who]
-                    assert who not in round.asked, "asked twice"
-                    assert seen.present(self.now), "asked while absent, idle or unhealed"
-                    round.asked.add(who)
-            case ev.MergeRound():
-                assert list(action.participants) == self.participants.pop(action.round)
-                self.merging.append(action)
-                self.num_merges += 1
-            case ev.DiscardRound():
-                assert action.round not in self.participants
-            case ev.Publish():
-                for who in action.learner_ids:
-                    seen = self.learners[who]
-                    assert seen.linked
-                    assert seen.in_flight[action.fragment_index] is None, "two publications under way"
-                    assert action.base is None or action.base == seen.versions[action.fragment_index]
-                    seen.in_flight[action.fragment_index] = action.version
-            case ev.Release():
-                seen = self.learners[action.learner_id]
-                assert seen.versions == self.rounds.current
-                seen.released = True
-        for open_round in self.rounds.open_rounds.values():
-            if open_round.collecting:  # also one that waits with nobody asked yet: a final one
-                self._round(open_round.id, open_round.fragment_index)
-
-    def _round(self, round_id: RoundId, fragment_index: int) -> SeenRound:
-        if round_id not in self.collecting:
-            final = self.rounds.open_rounds[fragment_index].final
-            self.collecting[round_id] = SeenRound(fragment_index, final)
-        return self.collecting[round_id]
-
 
 NUM_FRAGMENTS = 3
 raw_configs = st.builds(
@@ -233,6 +44,8 @@ def make_event(what: int, who: int, a: int, b: int, onlooker: Onlooker, steps: d
     if what <= 1:
         held = [(), tuple(current), (NOTHING,) * NUM_FRAGMENTS, tuple(current[:1])][b % 4]
         return ev.Joined(learner_id=who, incarnation=f"{a // 4}", global_step=a, held=held)
+    if what == 2 and a >= 5:
+        return ev.Leaving(learner_id=who)
     if what == 2:
         return ev.Left(learner_id=who, for_good=a == 0)
     if what == 3:
@@ -289,23 +102,42 @@ def make_sensible(what: int, who: int, a: int, b: int, onlooker: Onlooker) -> tu
     return 6, who, 1 + a % 2, 3 + b % 3
 
 
-def settled_onlooker(config: SyncerConfig) -> Onlooker:
+def settled_onlooker(config: SyncerConfig, recovered: Recovered | None) -> Onlooker:
     """Three learners that hold everything and train, as most interesting sequences begin."""
-    onlooker = Onlooker(config)
+    onlooker = Onlooker(config, recovered)
+    held = tuple(recovered.held) if recovered else ()
     for who in range(3):
-        onlooker.handle(ev.Joined(learner_id=who, incarnation="0", global_step=0, held=()))
+        onlooker.handle(ev.Joined(learner_id=who, incarnation="0", global_step=0, held=held))
     onlooker.handle(ev.ValuesSupplied())
     for who in range(3):
         for index in range(NUM_FRAGMENTS):
-            onlooker.handle(ev.Acknowledged(learner_id=who, fragment_index=index, version=Version(1, 0)))
+            version = onlooker.rounds.current[index]
+            onlooker.handle(ev.Acknowledged(learner_id=who, fragment_index=index, version=version))
         onlooker.handle(ev.Reported(learner_id=who, global_step=1, steps=1, step_seconds=1.0, finished=False))
     return onlooker
 
 
-@settings(relaxed, max_examples=250)
-@given(raw_configs, raw_bytes, st.booleans(), st.booleans())
-def test_no_sequence_of_events_breaks_the_machine(config, raw, settled, finishing):
-    onlooker = settled_onlooker(config) if settled else Onlooker(config)
+recoveries = st.builds(
+    Recovered,
+    held=st.lists(st.builds(Version, st.just(1), st.integers(0, 9)), min_size=NUM_FRAGMENTS, max_size=NUM_FRAGMENTS),
+    merged=st.lists(
+        st.dictionaries(st.integers(0, 2), st.just("before")), min_size=NUM_FRAGMENTS, max_size=NUM_FRAGMENTS
+    ),
+    outer_step=st.integers(9, 12),
+    started=st.booleans(),
+    ended=st.sampled_from([False, False, False, True]),
+)
+
+
+@st.composite
+def sequences(draw):
+    """A machine that is new, or goes on after its syncer died, and the bytes of the events that follow."""
+    config, recovered = draw(raw_configs), draw(st.none() | recoveries)
+    onlooker = settled_onlooker(config, recovered) if draw(st.booleans()) else Onlooker(config, recovered)
+    return onlooker, draw(raw_bytes), draw(st.booleans())
+
+
+def check_sequence(onlooker: Onlooker, raw: bytes, finishing: bool) -> None:
     steps = dict.fromkeys(range(3), 1)
     for index, (what, who, a, b) in enumerate(zip(*[iter(raw)] * 4, strict=False)):
         onlooker.now += 0.05
@@ -315,6 +147,12 @@ def test_no_sequence_of_events_breaks_the_machine(config, raw, settled, finishin
         onlooker.handle(make_event(what % 60, who % 3, a % 8, b % 8, onlooker, steps))
     event(f"merges: {min(onlooker.num_merges, 5)}")
     event(f"phase: {onlooker.rounds.phase}")
+
+
+@settings(relaxed, max_examples=250)
+@given(sequences())
+def test_no_sequence_of_events_breaks_the_machine(sequence):
+    check_sequence(*sequence)
 
 
 # -------------------------------------------------------------------------------------------------- faults in a world
@@ -327,10 +165,13 @@ speeds = st.builds(
     down_seconds=st.sampled_from([0.005, 0.1, 0.6]),
     link_jitter=st.sampled_from([1.0, 3.0]),
 )
+KINDS = [
+    "cut", "silent cut", "crash", "die", "stop", "hang", "leave", "join", "take leave", "kill syncer", "kill syncer late",
+]  # fmt: skip
 faults = st.lists(
     st.tuples(
         st.floats(0, 50),
-        st.sampled_from(["cut", "silent cut", "crash", "die", "stop", "hang", "leave", "join", "take leave", "kill", "kill late"]),
+        st.sampled_from(KINDS),
         st.integers(0, 3),
         st.floats(0.05, 40),
     ),
@@ -359,9 +200,9 @@ def worlds(draw):
 def inject(world: World, kind: str, learner_id: int, seconds: float) -> None:
     if kind == "join" and (learner_id not in world.learners or not world.learners[learner_id].alive):
         world.join(learner_id, Speed(step_seconds=0.2))
-    elif kind == "kill":
+    elif kind == "kill syncer":
         world.kill_syncer(seconds)
-    elif kind == "kill late":  # this learner takes some seconds to link again: often too many
+    elif kind == "kill syncer late":  # this learner takes some seconds to link again: often too many
         world.kill_syncer(min(seconds, 1.0), {learner_id: seconds})
     elif learner_id in world.learners:
         match kind:
@@ -393,7 +234,7 @@ def check_world(world: World, faults: list[tuple[float, str, int, float]]) -> No
     assert world.done or not (alive or left), world.describe()
     released = {who for who, member in world.rounds.members.items() if member.released or member.left}
     assert all(learner.learner_id in released or not learner.linked for learner in alive), world.describe()
-    check_conservation(world, hit={learner_id for _, kind, learner_id, _ in faults if kind != "kill"})
+    check_conservation(world, hit={learner_id for _, kind, learner_id, _ in faults if kind != "kill syncer"})
     held_up = sum(min(seconds, 30.0) for _, kind, _, seconds in faults if kind in ("stop", "hang"))
     held_up += sum(world.config.link_timeout_seconds for _, kind, _, _ in faults if kind == "silent cut")
     assert world.longest_gap <= held_up + world.config.sync_every * slowest_seconds * 2 + 12
