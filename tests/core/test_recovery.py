@@ -146,8 +146,24 @@ def test_a_holder_that_dies_before_it_hands_back():
 def test_the_only_holder_dies():
     world = Restarted().join(1, OLD, OLD).join(0, NEW, OLD)
     assert not world.ended
-    assert world.lose(0).ended  # it has reported: nothing else is to come
+    assert not world.lose(0).ended  # perhaps only its link was lost
+    assert world.tick(REPORT_SECONDS).ended
     assert world.held == [OLD, OLD]
+
+
+def test_the_only_holder_loses_its_link_for_a_moment():
+    world = Restarted().join(1, OLD, OLD).join(0, NEW, OLD).lose(0)
+    world.now = REPORT_SECONDS - 0.1
+    assert world.join(0, NEW, OLD).asked == [(0, 0, NEW)]
+    world.now = REPORT_SECONDS + 0.1
+    assert world.hand_back(0, 0, NEW).ended
+    assert world.held == [NEW, OLD]
+
+
+def test_a_run_that_had_ended_is_not_waited_for_when_nobody_comes():
+    recovery = Recovery([OLD], (0, 1), [set()], ended=True)
+    assert recovery.handle(ev.Tick(), 10.0) == [ev.WaitUntil(time=10.0 + REPORT_SECONDS)]
+    assert recovery.handle(ev.Tick(), 10.0 + REPORT_SECONDS)[0] == ev.EndRecovery()
 
 
 def test_a_holder_whose_link_was_lost_is_asked_again():
@@ -158,8 +174,6 @@ def test_a_holder_whose_link_was_lost_is_asked_again():
 
 
 def test_a_holder_that_comes_back_as_a_new_process_holds_nothing():
-    world = Restarted().join(1, OLD, OLD).join(0, NEW, OLD).lose(0)
-    assert world.ended
     world = Restarted().join(0, NEW, OLD).lose(0).join(0)
     assert world.asked == []
     assert world.join(1, OLD, OLD).ended

@@ -19,7 +19,7 @@ class Onlooker:
 
     def __init__(self, held: list[Version], known: set[int], vouched: list[set[Version]], ended: bool) -> None:
         self.recovery = Recovery(held, known, vouched, ended=ended)
-        self.now, self.missing, self.vouched, self.run_ended = 0.0, set(known), vouched, ended
+        self.now, self.known, self.missing, self.vouched, self.run_ended = 0.0, set(known), set(known), vouched, ended
         self.reports: dict[int, tuple[Version, ...]] = {}
         self.asked: dict[int, tuple[int, Version]] = {}
         self.refused: set[tuple[int, int]] = set()
@@ -56,7 +56,8 @@ class Onlooker:
                 self.reports[event.learner_id] = event.held if len(event.held) == NUM_FRAGMENTS else ()
                 self.said[event.learner_id] = [event]
             case ev.Left():
-                self.missing -= {event.learner_id} if event.for_good else set()
+                self.known -= {event.learner_id} if event.for_good else set()
+                self.missing = (self.missing | {event.learner_id}) & self.known
                 self.reports.pop(event.learner_id, None)
                 self.said.pop(event.learner_id, None)
             case ev.Reported() | ev.Leaving() if event.learner_id in self.said:

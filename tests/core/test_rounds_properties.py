@@ -166,7 +166,7 @@ speeds = st.builds(
     link_jitter=st.sampled_from([1.0, 3.0]),
 )
 KINDS = [
-    "cut", "silent cut", "crash", "die", "stop", "hang", "leave", "join", "take leave", "kill syncer", "kill syncer late",
+    "cut", "silent cut", "crash", "die", "stop", "hang", "leave", "join", "take leave", "kill", "kill late",
 ]  # fmt: skip
 faults = st.lists(
     st.tuples(
@@ -200,9 +200,9 @@ def worlds(draw):
 def inject(world: World, kind: str, learner_id: int, seconds: float) -> None:
     if kind == "join" and (learner_id not in world.learners or not world.learners[learner_id].alive):
         world.join(learner_id, Speed(step_seconds=0.2))
-    elif kind == "kill syncer":
+    elif kind == "kill":
         world.kill_syncer(seconds)
-    elif kind == "kill syncer late":  # this learner takes some seconds to link again: often too many
+    elif kind == "kill late":  # this learner takes some seconds to link again: often too many
         world.kill_syncer(min(seconds, 1.0), {learner_id: seconds})
     elif learner_id in world.learners:
         match kind:
@@ -234,7 +234,7 @@ def check_world(world: World, faults: list[tuple[float, str, int, float]]) -> No
     assert world.done or not (alive or left), world.describe()
     released = {who for who, member in world.rounds.members.items() if member.released or member.left}
     assert all(learner.learner_id in released or not learner.linked for learner in alive), world.describe()
-    check_conservation(world, hit={learner_id for _, kind, learner_id, _ in faults if kind != "kill syncer"})
+    check_conservation(world, hit={learner_id for _, kind, learner_id, _ in faults if kind != "kill"})
     held_up = sum(min(seconds, 30.0) for _, kind, _, seconds in faults if kind in ("stop", "hang"))
     held_up += sum(world.config.link_timeout_seconds for _, kind, _, _ in faults if kind == "silent cut")
     assert world.longest_gap <= held_up + world.config.sync_every * slowest_seconds * 2 + 12

@@ -17,7 +17,7 @@ from hf_diloco import DiLoCoPlugin, SyncerConfig
 from hf_diloco.errors import DiLoCoWarning, LearnerRefusedError
 from hf_diloco.learner.learner import Learner
 from hf_diloco.learner.parameters import ModelParameters
-from hf_diloco.links.in_process import InProcessHub
+from hf_diloco.links.in_process import InProcessHub, Weather
 from hf_diloco.syncer.run_directory import RunDirectory
 from hf_diloco.syncer.saved_run import latest_run
 from hf_diloco.syncer.service import Syncer
@@ -32,9 +32,15 @@ class World:
     """A syncer in a thread, and learners in threads of their own."""
 
     def __init__(
-        self, path: Path, *, seed: int | None = None, syncer_class: type[Syncer] = Syncer, **settings: Any
+        self,
+        path: Path,
+        *,
+        seed: int | None = None,
+        weather: Weather | None = None,
+        syncer_class: type[Syncer] = Syncer,
+        **settings: Any,
     ) -> None:
-        self.hub = InProcessHub(seed=seed)
+        self.hub = InProcessHub(seed=seed, weather=weather)
         self.directory = RunDirectory(path / "run")
         self.syncer = syncer_class(SyncerConfig(**settings), self.hub, self.directory)
         self.models: dict[int, nn.Module] = {}

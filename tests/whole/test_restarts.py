@@ -14,6 +14,7 @@ from test_in_process_run import SECONDS, World, make_model, parameters, train
 from hf_diloco import SyncerConfig
 from hf_diloco.core.messages import Version
 from hf_diloco.errors import LearnerRefusedError
+from hf_diloco.links.in_process import Weather
 from hf_diloco.syncer.saved_run import latest_run
 from hf_diloco.syncer.service import Syncer
 from hf_diloco.syncer.tape import read_tape
@@ -42,8 +43,8 @@ class DyingSyncer(Syncer):
 class RestartWorld(World):
     """A world whose syncer can be killed and started again; between the two, learners are alone."""
 
-    def __init__(self, path: Path, *, seed: int | None = None, **settings: Any) -> None:
-        super().__init__(path, seed=seed, syncer_class=DyingSyncer, **settings)
+    def __init__(self, path: Path, *, seed: int | None = None, weather: Weather | None = None, **settings: Any) -> None:
+        super().__init__(path, seed=seed, weather=weather, syncer_class=DyingSyncer, **settings)
         self.settings = settings
 
     def kill_syncer(self) -> None:

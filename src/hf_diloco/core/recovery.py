@@ -30,9 +30,9 @@ class Recovered:
 class Recovery:
     """Collects what learners hold after the syncer died.
 
-    It ends when every learner that the tape knows has reported, or ``REPORT_SECONDS`` after the first report; and
-    not before the values that were asked for have come, or their holders have gone. With nobody there it waits for
-    ever, unless the run had come to its end: then perhaps all learners have got the final values, and gone.
+    It ends when every learner that the tape knows is there and has reported, or ``REPORT_SECONDS`` after the first
+    report; and not before the values that were asked for have come, or their holders have gone. With nobody there it
+    waits for ever, unless the run had come to its end: then perhaps all learners have got the final values, and gone.
 
     Args:
         held: version of each fragment in the checkpoint.
@@ -51,7 +51,8 @@ class Recovery:
         ended: bool = False,
     ) -> None:
         self.held = list(held)
-        self._missing = set(known_learners)
+        self._known = set(known_learners)
+        self._missing = set(known_learners)  # those of them that are not there (yet)
         self._vouched = vouched
         self._reports: dict[int, tuple[Version, ...]] = {}  # of learners that are linked
         self._said: dict[int, list[ev.Event]] = {}  # by each of them since it was linked
@@ -80,7 +81,10 @@ class Recovery:
             self._said.pop(event.learner_id, None)
             self._forget_asks(event.learner_id)
             if event.for_good:
+                self._known.discard(event.learner_id)
                 self._missing.discard(event.learner_id)
+            elif event.learner_id in self._known:
+                self._missing.add(event.learner_id)  # a link that was lost for a moment: what it holds still counts
         elif isinstance(event, ev.Reported | ev.Leaving):
             if event.learner_id in self._said:
                 self._said[event.learner_id].append(event)

@@ -94,7 +94,7 @@ class Rounds:
         return all(
             member.left
             or (member.released and now - member.released_at >= timeout)
-            or (not member.linked and (member.released or now - member.absent_since >= timeout))
+            or (not member.linked and now - member.absent_since >= timeout)  # its release may have been lost
             for member in self.members.values()
         )
 

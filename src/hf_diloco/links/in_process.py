@@ -1,7 +1,7 @@
 """Links inside one process: the same guarantees as ``links.rpc`` without processes or sockets, and faults on demand.
 
-For tests and for learners that are threads of the syncer's process. Nothing here starts a thread or reads a clock:
-a link that went down comes back when the learner's end next calls ``receive``, or at ``heal``.
+For tests and for learners that are threads of the syncer's process. Nothing here starts a thread: a link that went
+down comes back when the learner's end next calls ``receive``, or at ``heal``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import random
 import threading
 import time
-from collections import deque
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -31,19 +31,35 @@ def _copied(learner_id: int, message: Message, payload: Tensor | None) -> LentRe
     return LentReceived(learner_id, arrived, copy, [lambda: copy.fill_(_POISON)])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Weather:
+    """What links suffer at random."""
+
+    loss_chance: float = 0.0  # that a link goes down when something is sent on it, which is lost with all under way
+    max_down_seconds: float = 0.0  # until it may come back
+    max_delay_seconds: float = 0.0  # of a message; those after it on the same link wait for it
+
+
 class _Inbox:
     """Events of one end, in order; with ``rng``, messages without payload sometimes overtake earlier payloads."""
 
-    def __init__(self, changed: threading.Condition, rng: random.Random | None) -> None:
-        self._changed, self._rng = changed, rng
-        self._events: deque[LinkEvent] = deque()
+    def __init__(self, changed: threading.Condition, rng: random.Random | None, max_delay_seconds: float) -> None:
+        self._changed, self._rng, self._max_delay_seconds = changed, rng, max_delay_seconds
+        self._events: list[tuple[float, LinkEvent]] = []  # with the time at which it may be received
+
+    def __bool__(self) -> bool:
+        return bool(self._events)
 
     def put(self, event: LinkEvent) -> None:
-        position = len(self._events)
-        if self._rng and isinstance(event, Received) and event.payload is None:
-            while position and self._may_overtake(event, self._events[position - 1]) and self._rng.random() < 0.5:
+        position, arrives_at = len(self._events), 0.0
+        if self._rng and isinstance(event, Received):
+            if self._max_delay_seconds:
+                arrives_at = time.monotonic() + self._rng.uniform(0.0, self._max_delay_seconds)
+            while event.payload is None and position and self._may_overtake(event, self._events[position - 1][1]):
+                if self._rng.random() < 0.5:
+                    break
                 position -= 1
-        self._events.insert(position, event)
+        self._events.insert(position, (arrives_at, event))
         self._changed.notify_all()
 
     @staticmethod
@@ -52,22 +68,35 @@ class _Inbox:
 
     def lose(self, learner_id: int) -> None:
         """Forget what has not been received yet of this learner's link."""
-        kept = [event for event in self._events if not (isinstance(event, Received) and event.learner_id == learner_id)]
-        self._events = deque(kept)
+        self._events = [
+            (arrives_at, event)
+            for arrives_at, event in self._events
+            if not (isinstance(event, Received) and event.learner_id == learner_id)
+        ]
 
     def has_down(self, learner_id: int) -> bool:
         """Whether a LinkDown is still to be received: then a LinkUp before it tells of a link that is gone."""
-        return any(isinstance(event, LinkDown) and event.learner_id == learner_id for event in self._events)
+        return any(isinstance(event, LinkDown) and event.learner_id == learner_id for _, event in self._events)
 
     def get(self, timeout_seconds: float) -> LinkEvent | None:
         deadline = time.monotonic() + timeout_seconds
-        while not self._events:
-            left = deadline - time.monotonic()
-            if left <= 0 or not self._changed.wait(left):
-                if not self._events:
-                    return None
-                break
-        return self._events.popleft()
+        while True:
+            now = time.monotonic()
+            if (position := self._first_arrived(now)) is not None:
+                return self._events.pop(position)[1]
+            if now >= deadline:
+                return None
+            self._changed.wait(min([deadline, *(at for at, _ in self._events if at > now)]) - now)
+
+    def _first_arrived(self, now: float) -> int | None:
+        """Position of the first event that may be received, and does not stand behind one of its link that may not."""
+        waiting: set[int] = set()
+        for position, (arrives_at, event) in enumerate(self._events):
+            if arrives_at > now:
+                waiting.add(event.learner_id)
+            elif event.learner_id not in waiting:
+                return position
+        return None
 
 
 class InProcessHub:
@@ -78,18 +107,21 @@ class InProcessHub:
 
     Args:
         seed: if given, messages without payload overtake earlier payloads at random, as they may.
+        weather: what else happens at random; needs a seed.
     """
 
-    def __init__(self, *, seed: int | None = None) -> None:
+    def __init__(self, *, seed: int | None = None, weather: Weather | None = None) -> None:
         self.address = "in-process"
         self._changed = threading.Condition(threading.RLock())
         self._rng = None if seed is None else random.Random(seed)
-        self._inbox = _Inbox(self._changed, self._rng)
+        self.weather = weather or Weather()
+        self._inbox = _Inbox(self._changed, self._rng, self.weather.max_delay_seconds)
         self._is_open = False
         self._ends: list[InProcessLearnerLink] = []  # opened and not closed
         self._up: dict[int, InProcessLearnerLink] = {}
         self._known: set[int] = set()  # whose LinkUp the syncer has received
         self._is_cut: set[int] = set()
+        self._down_until: dict[int, float] = {}
         self._moved: dict[int, list[int]] = {}
 
     def connect(self, learner_id: int, incarnation: str = "0") -> InProcessLearnerLink:
@@ -121,7 +153,7 @@ class InProcessHub:
         check_payload(payload)
         with self._changed:
             for learner_id in learner_ids:
-                if learner_id in self._known and learner_id in self._up:
+                if learner_id in self._known and learner_id in self._up and not self._is_lost(learner_id):
                     self._up[learner_id]._inbox.put(_copied(learner_id, message, payload))
                     self._count(learner_id, 1, payload)
 
@@ -153,9 +185,19 @@ class InProcessHub:
             for learner_id in list(self._up):
                 self._take_down(learner_id, "the syncer closed its links", lose=False)
 
+    def _is_lost(self, learner_id: int) -> bool:
+        """The link is lost at random, just now."""
+        if not self._rng or self._rng.random() >= self.weather.loss_chance:
+            return False
+        self._down_until[learner_id] = time.monotonic() + self._rng.uniform(0.0, self.weather.max_down_seconds)
+        self._take_down(learner_id, "lost at random")
+        return True
+
     def _bring_up(self, end: InProcessLearnerLink) -> None:
         learner_id = end.learner_id
         if end not in self._ends or self._up.get(learner_id) is end:
+            return
+        if time.monotonic() < self._down_until.get(learner_id, 0.0):
             return
         if not self._is_open or learner_id in self._is_cut:
             end._error = "link cut" if learner_id in self._is_cut else "the syncer does not listen"
@@ -195,7 +237,7 @@ class InProcessLearnerLink:
 
     def __init__(self, hub: InProcessHub, learner_id: int, incarnation: str) -> None:
         self.learner_id, self._incarnation, self._hub = learner_id, incarnation, hub
-        self._inbox = _Inbox(hub._changed, hub._rng)
+        self._inbox = _Inbox(hub._changed, hub._rng, hub.weather.max_delay_seconds)
         self._knows_up = False  # LinkUp of the present link has been received: from now on sending makes sense
         self._error: str | None = None
 
@@ -211,19 +253,29 @@ class InProcessLearnerLink:
         check_payload(payload)
         hub = self._hub
         with hub._changed:
-            if self._knows_up and hub._up.get(self.learner_id) is self:
+            is_up = self._knows_up and hub._up.get(self.learner_id) is self
+            if is_up and not hub._is_lost(self.learner_id):
                 hub._inbox.put(_copied(self.learner_id, message, payload))
                 hub._count(self.learner_id, 0, payload)
 
     def receive(self, timeout_seconds: float) -> LinkEvent | None:
         """The next event, or None after ``timeout_seconds``. A dropped link is taken up again here."""
         with self._hub._changed:
-            if not self._inbox._events:
-                self._hub._bring_up(self)
-            event = self._inbox.get(timeout_seconds)
+            event = self._wait(time.monotonic() + timeout_seconds)
             if isinstance(event, LinkUp):
                 self._knows_up = not self._inbox.has_down(self.learner_id)
             return event
+
+    def _wait(self, deadline: float) -> LinkEvent | None:
+        while True:
+            if not self._inbox:
+                self._hub._bring_up(self)
+            now = time.monotonic()
+            comes_back_at = self._hub._down_until.get(self.learner_id, 0.0)
+            until = min(deadline, comes_back_at) if comes_back_at > now else deadline
+            event = self._inbox.get(max(until - now, 0.0))
+            if event is not None or time.monotonic() >= deadline:
+                return event
 
     def last_error(self) -> str | None:
         """Why the link is down; None while it is up."""
