@@ -48,9 +48,9 @@ def random_run(path: Path, seed: int) -> None:
 
 def _kill(world: RestartWorld, rng: random.Random) -> None:
     """After some more merges; or not at all, if the run ends before."""
-    wanted = len(world.tape("round")) + rng.randint(1, 40)
     deadline = time.monotonic() + SECONDS
-    while len(world.tape("round")) < wanted:
+    wanted = num_merges(world) + rng.randint(1, 40)
+    while num_merges(world) < wanted:
         if not world.syncer_thread.is_alive():
             return
         assert time.monotonic() < deadline, "merges no longer come"
@@ -60,6 +60,10 @@ def _kill(world: RestartWorld, rng: random.Random) -> None:
         return  # it had just ended by itself
     threading.Event().wait(rng.choice([0.0, 0.1, 0.5]))  # learners train on alone
     world.restart_syncer()
+
+
+def num_merges(world: RestartWorld) -> int:
+    return len(world.tape("round")) if world.directory.tape.exists() else 0
 
 
 def check_run(world: RestartWorld, num_learners: int, *, carry: bool) -> None:
