@@ -250,8 +250,8 @@ def test_a_learner_whose_updates_are_refused_starts_over(tmp_path: Path, factor:
     assert torch.equal(parameters(world.models[0]), parameters(world.models[1]))
 
 
-def leave_at(world: World, learner_id: int, step: int, *, drain_seconds: float) -> None:
-    learner = world.learner(learner_id, steps=10_000)
+def leave_at(world: World, learner_id: int, step: int, *, drain_seconds: float, steps: int = 10_000) -> None:
+    learner = world.learner(learner_id, steps=steps)
     learner.join()
     optimizer = torch.optim.SGD(world.models[learner_id].parameters(), lr=0.05)
     for _ in range(step):
@@ -274,6 +274,13 @@ def test_a_learner_that_takes_leave_has_all_it_did_merged(tmp_path: Path, num_ot
     row = world.accounts()[0]
     assert row["tokens_merged"] == row["tokens_trained"] == 160
     assert [line["for_good"] for line in world.tape("leave") if line["learner_id"] == 0] == [True]
+
+
+def test_a_learner_that_takes_leave_says_all_it_has_trained(tmp_path: Path) -> None:
+    world = World(tmp_path, num_fragments=2, sync_every=60)
+    world.start(leave_at, world, 0, 7, drain_seconds=0.0)
+    world.join()
+    assert world.accounts()[0]["tokens_trained"] == 56
 
 
 def test_a_learner_leaves_in_time_when_the_syncer_is_away(tmp_path: Path) -> None:

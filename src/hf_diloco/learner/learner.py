@@ -430,6 +430,7 @@ class Learner:
         """
         if drain_seconds > 0:
             self._drain(reason, time.monotonic() + drain_seconds)
+        self._report()  # what became of the last tokens
         self._exchange.send(ms.Goodbye(reason=reason, for_good=for_good), torch.empty(0, dtype=torch.uint8))
         self._exchange.close(drain_seconds=_GOODBYE_SECONDS)
 
