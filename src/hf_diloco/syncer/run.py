@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -21,9 +21,10 @@ from hf_diloco.links.base import SyncerLinks
 from hf_diloco.syncer.donations import Donations
 from hf_diloco.syncer.history import History
 from hf_diloco.syncer.inspection import Inspector
-from hf_diloco.syncer.joint import JointCheckpoint
+from hf_diloco.syncer.joint import JointCheckpoints
+from hf_diloco.syncer.ledger import Ledger
 from hf_diloco.syncer.restart import Restart
-from hf_diloco.syncer.roster import Account, Terms
+from hf_diloco.syncer.roster import Terms
 from hf_diloco.syncer.run_directory import RunDirectory
 from hf_diloco.syncer.saved_run import Facts, SavedRun
 from hf_diloco.syncer.saver import Saver
@@ -66,9 +67,8 @@ class Run:
         self._donations = Donations(lambda: self.rounds.members, links)
         self.deadline: float | None = None  # when a Tick is wanted
         self.saved = False
-        self.num_merges = 0
+        self.ledger = Ledger(terms.layout.num_fragments)
         self._links, self._tape = links, tape
-        self._accounts: dict[int, Account] = {}
         self._linked: set[int] = set()  # let in, and not gone since
         self._known: set[int] = set()  # let in, and not left for good
         self._sums: dict[ms.RoundId, MergeAccumulator] = {}
@@ -76,22 +76,18 @@ class Run:
         self._update: tuple[ms.Update, Tensor | None] | None = None  # the answer being handled, decoded
         self._readers: dict[str, int] = {}  # digest of the first batches -> learner that read them
         self._events: deque[ev.Event] = deque()
-        self._num_participants = 0
-        self._last_participants: list[int] = []
         self._inspector = Inspector(terms.layout)
         self._refused_in_a_row: dict[int, int] = {}  # by learner
-        self._joint: JointCheckpoint | None = None  # that learners are writing their parts of
-        self._joint_step = 0  # the outer step of the last one
         self._restart = self._resume(*saved) if saved is not None else None
+        self._joint = JointCheckpoints(terms.config.save_every, self.rounds.outer_step)
         earlier = saved[0].checkpoint.path if saved is not None else None
         self._saver = Saver(run_directory, terms, self.state, self.supply, earlier)
 
     def _resume(self, saved: SavedRun, history: History) -> Restart:
         self.supply.restore(saved.constants, saved.checkpoint.files)
-        self._accounts = {values["learner_id"]: Account(**values) for values in saved.facts.accounts}
+        self.ledger.restore(saved.facts)
         self._known = set(history.known_learners)
-        self.num_merges, self._num_participants = saved.facts.num_merges, saved.facts.num_participants
-        self.rounds.outer_step = self._joint_step = history.outer_step
+        self.rounds.outer_step = history.outer_step
         logger.info(
             "[syncer · step %d] going on from %s; learners hand back what is newer",
             history.outer_step, saved.checkpoint.path,
@@ -108,7 +104,7 @@ class Run:
 
     def join(self, learner_id: int, hello: ms.Hello) -> None:
         """Let a learner in whose Hello fits the terms."""
-        self._accounts.setdefault(learner_id, Account(learner_id)).begin(hello)
+        self.ledger.account(learner_id).begin(hello)
         self._linked.add(learner_id)
         self._known.add(learner_id)
         logger.info("[syncer · step %d] learner %d (%s) is here", self.outer_step, learner_id, hello.host)
@@ -121,8 +117,7 @@ class Run:
         if learner_id not in (self._known if for_good else self._linked):
             return
         self._linked.discard(learner_id)
-        if self._joint is not None:
-            self._joint.gone(learner_id)
+        self._joint.gone(learner_id)
         if for_good:
             self._known.discard(learner_id)
         how = "took leave" if for_good else "is away"
@@ -152,8 +147,7 @@ class Run:
             logger.info("[syncer · step %d] learner %d leaves soon: %s", self.outer_step, learner_id, message.reason)
             self.dispatch(ev.Leaving(learner_id=learner_id))
         elif isinstance(message, ms.SavedCheckpoint):
-            if self._joint is not None:
-                self._joint.saved(learner_id, message.outer_step, message.path)
+            self._joint.saved(learner_id, message.outer_step, message.path)
         elif isinstance(message, ms.Goodbye):
             self.leave(learner_id, message.reason, for_good=message.for_good)
         elif isinstance(message, ms.HandedBack):
@@ -184,7 +178,7 @@ class Run:
         )
 
     def _on_progress(self, learner_id: int, message: ms.Progress) -> None:
-        self._accounts[learner_id].report(message)
+        self.ledger.account(learner_id).report(message)
         if message.data_digest:
             self._compare_data(learner_id, message.data_digest)
         self.dispatch(
@@ -244,7 +238,7 @@ class Run:
         )
 
     def _refuse_update(self, learner_id: int, message: ms.Update, reason: str) -> None:
-        self._accounts[learner_id].num_refused += 1
+        self.ledger.account(learner_id).num_refused += 1
         in_a_row = self._refused_in_a_row.get(learner_id, 0) + 1
         start_over = in_a_row >= _START_OVER_AFTER
         self._refused_in_a_row[learner_id] = 0 if start_over else in_a_row
@@ -293,7 +287,7 @@ class Run:
         elif isinstance(action, ev.AcceptUpdate):
             self._accept(action)
         elif isinstance(action, ev.RejectUpdate):
-            self._accounts[action.learner_id].num_late += 1
+            self.ledger.account(action.learner_id).num_late += 1
             logger.debug("[syncer] update of learner %d not merged: %s", action.learner_id, action.reason)
             closed = ms.RoundClosed(round=action.round, fragment_index=action.fragment_index)
             self._links.send([action.learner_id], closed)
@@ -338,7 +332,7 @@ class Run:
             num_handed_back=restart.num_handed_back,
         )
         for participants in restart.merges(recovered):
-            self._count(participants)
+            self.ledger.add_merge(participants)
         self.state.stamp(incarnation)
         self.rounds, self._restart = Rounds(self.terms.config, incarnation=incarnation, recovered=recovered), None
         self._saver.due_at = time.monotonic()
@@ -381,21 +375,12 @@ class Run:
                 grace_seconds=round(action.grace_seconds, 4),
                 merge_seconds=round(time.monotonic() - started, 4),
             )
-        self._count(participants)
-        self._last_participants = sorted(participant["learner_id"] for participant in participants)
+        self.ledger.add_merge(participants)
         logger.info(
             "[syncer · step %d] fragment %d merged from learners %s",
-            self.outer_step, action.fragment_index, self._last_participants,
+            self.outer_step, action.fragment_index, self.ledger.last_participants,
         )  # fmt: skip
         self._events.append(ev.Merged(round=action.round))
-
-    def _count(self, participants: Sequence[Mapping[str, Any]]) -> None:
-        """One merge more."""
-        for participant in participants:
-            account = self._accounts.setdefault(participant["learner_id"], Account(participant["learner_id"]))
-            account.tokens_merged += participant["tokens"] / len(self.state.values)
-        self.num_merges += 1
-        self._num_participants += len(participants)
 
     def _publish(self, action: ev.Publish) -> None:
         payload, wire_format = self.state.payload(action.fragment_index, full=action.base is None)
@@ -443,23 +428,19 @@ class Run:
                 self.dispatch(ev.ValuesSupplied())
         if not self._may_checkpoint():
             return
-        self._ask_for_joint_checkpoint(now)
+        if self._joint.due(self.outer_step):
+            self._ask_for_checkpoints(now)
         if self._saver.is_writing:
             return
-        if self._joint is not None and self._joint.ready(now):
-            paths, self._joint = self._joint.paths, None
-            if paths:
-                self._saver.begin(self._facts(paths))
+        if paths := self._joint.take(now):
+            self._saver.begin(self._facts(paths))
         elif now >= self._saver.due_at:
             self._saver.begin(self._facts())
 
-    def _ask_for_joint_checkpoint(self, now: float) -> None:
-        every, present = self.terms.config.save_every, self.rounds.present(now)
-        if every is None or self._joint is not None or self.outer_step < (self._joint_step // every + 1) * every:
-            return
-        if learner_ids := [member.learner_id for member in present if not member.finished]:
-            self._joint_step = self.outer_step
-            self._joint = JointCheckpoint(self.outer_step, learner_ids, now)
+    def _ask_for_checkpoints(self, now: float) -> None:
+        """Of all learners that train: their parts of a checkpoint of the whole run."""
+        if learner_ids := [member.learner_id for member in self.rounds.present(now) if not member.finished]:
+            self._joint.begin(self.outer_step, learner_ids, now)
             self._links.send(learner_ids, ms.SaveCheckpoint(outer_step=self.outer_step))
 
     def _facts(self, learner_checkpoints: Mapping[int, str] | None = None) -> Facts:
@@ -468,9 +449,9 @@ class Run:
             outer_step=self.outer_step,
             started=self.rounds.started,
             known_learners=sorted(self._known),
-            accounts=[account.save() for account in self._accounts.values()],
-            num_merges=self.num_merges,
-            num_participants=self._num_participants,
+            accounts=[account.save() for account in self.ledger.accounts.values()],
+            num_merges=self.ledger.num_merges,
+            num_participants=self.ledger.num_participants,
             tape_bytes=self._tape.size_bytes,
             learner_checkpoints={str(who): path for who, path in (learner_checkpoints or {}).items()},
             final=self.rounds.phase == "saving",
@@ -489,22 +470,13 @@ class Run:
     def status(self, now: float) -> dict[str, Any]:
         """The run's part of ``status.json``."""
         states = {member.learner_id: member.state(now) for member in self.rounds.members.values()}
-        moved = [self._links.bytes_moved(learner_id) for learner_id in self._accounts]
         return {
             "state": self._state_word(),
             "outer_step": self.outer_step,
             "total_steps": self.terms.config.total_steps,
             "num_fragments": self.terms.config.num_fragments,
             "effective_sync_every": round(self.rounds.effective_sync_every, 1),
-            "merges": self.num_merges,
-            "last_participants": self._last_participants,
-            "mean_participants": self._num_participants / self.num_merges if self.num_merges else None,
-            "bytes_received": sum(received for received, _ in moved),
-            "bytes_sent": sum(sent for _, sent in moved),
-            "learners": [
-                account.to_dict(states.get(learner_id, "absent"))
-                for learner_id, account in sorted(self._accounts.items())
-            ],
+            **self.ledger.status(states, self._links),
         }
 
     def _state_word(self) -> str:

@@ -88,7 +88,7 @@ class Syncer:
             if self._run is not None:
                 self._run.save()
             self._write_status()
-            num_merges = self._run.num_merges if self._run is not None else 0
+            num_merges = self._run.ledger.num_merges if self._run is not None else 0
             self._tape.write("finish", durable=True, merges=num_merges, stopped=self._stopping.is_set())
         finally:
             self._links.close(drain_seconds=_CLOSE_DRAIN_SECONDS)
