@@ -52,6 +52,9 @@ class RestartWorld(World):
         self.syncer.dies.set()
         self.syncer_thread.join(SECONDS)
         assert not self.syncer_thread.is_alive()
+        for thread in threading.enumerate():  # a process that dies takes its threads along
+            if thread.name == "hf-diloco checkpoint":
+                thread.join(SECONDS)
 
     def restart_syncer(self) -> None:
         self.syncer = DyingSyncer(SyncerConfig(**self.settings), self.hub, self.directory)

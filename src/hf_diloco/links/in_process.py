@@ -74,6 +74,9 @@ class _Inbox:
             if not (isinstance(event, Received) and event.learner_id == learner_id)
         ]
 
+    def clear(self) -> None:
+        self._events.clear()
+
     def has_down(self, learner_id: int) -> bool:
         """Whether a LinkDown is still to be received: then a LinkUp before it tells of a link that is gone."""
         return any(isinstance(event, LinkDown) and event.learner_id == learner_id for _, event in self._events)
@@ -142,8 +145,9 @@ class InProcessHub:
                 self._bring_up(end)
 
     def open(self) -> None:
-        """Let learners link."""
+        """Let learners link. What was sent to a syncer before this one is not for it."""
         with self._changed:
+            self._inbox.clear()
             self._is_open = True
             for end in list(self._ends):
                 self._bring_up(end)
