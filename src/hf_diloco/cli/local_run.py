@@ -57,6 +57,7 @@ class LocalRun:
         self._num_signals = 0
         self._signalled_at = -math.inf
         self._join: dict[str, str] = {}
+        self._launch = ""  # how a learner is started by hand
 
     def run(self, display: Display, syncer_flags: list[str], num_shards: int, accelerate_config: Path | None) -> bool:
         """Start all, wait for the end, end all. Returns whether the run finished and every learner ended with 0.
@@ -123,8 +124,10 @@ class LocalRun:
         assert self._syncer is not None
         num_gpus = count_gpus()
         launcher = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--main_process_port", "0"]
+        self._launch = "accelerate launch --num_processes 1"
         if accelerate_config:
             launcher += ["--config_file", str(accelerate_config)]
+            self._launch = f"accelerate launch --config_file {shlex.quote(str(accelerate_config))}"
         else:
             launcher += ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no"]
             launcher += ["--dynamo_backend", "no", *([] if num_gpus else ["--cpu"])]
@@ -184,7 +187,7 @@ class LocalRun:
             if lost:
                 again = {**self._join, "HF_DILOCO_LEARNER_ID": str(learner_id)}
                 line = " ".join(f"{name}={shlex.quote(value)}" for name, value in again.items())
-                text += f"\nThe others go on. To start it again: {line} accelerate launch {shlex.join(self._script)}"
+                text += f"\nThe others go on. To start it again: {line} {self._launch} {shlex.join(self._script)}"
             self._display.message(text, style="red" if lost else "")
 
     def _all_learners_ended(self) -> bool:

@@ -163,7 +163,7 @@ def join_lines(address: str, directory: RunDirectory, config: SyncerConfig) -> s
     for learner_id in range(min(config.expected_learners, _MOST_JOIN_LINES)):
         lines.append(
             f"  HF_DILOCO_SYNCER={address} HF_DILOCO_LEARNER_ID={learner_id} HF_DILOCO_TOKEN_FILE={token_file} "
-            f"HF_DILOCO_NUM_SHARDS={num_shards} accelerate launch train.py"
+            f"HF_DILOCO_NUM_SHARDS={num_shards} accelerate launch --num_processes 1 train.py"
         )
     if config.expected_learners > _MOST_JOIN_LINES:
         lines.append(f"  ... and so on to HF_DILOCO_LEARNER_ID={config.expected_learners - 1}")
