@@ -254,7 +254,8 @@ def test_join_lines_hold_all_but_the_token(tmp_path):
     for learner_id in (0, 1):
         assert (
             f"HF_DILOCO_SYNCER=127.0.0.1:29600 HF_DILOCO_LEARNER_ID={learner_id} "
-            f"HF_DILOCO_TOKEN_FILE='{directory.token}' HF_DILOCO_NUM_SHARDS=2 accelerate launch --num_processes 1 train.py"
+            f"HF_DILOCO_TOKEN_FILE='{directory.token}' HF_DILOCO_NUM_SHARDS=2 "
+            "accelerate launch --num_processes 1 train.py"
         ) in text
     remote = join_lines("0.0.0.0:29600", directory, SyncerConfig())
     assert "HF_DILOCO_SYNCER=0.0.0.0" not in remote
