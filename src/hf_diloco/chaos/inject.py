@@ -181,9 +181,11 @@ class Injector:
         return _shown(hit[:1]), make_room
 
     def _broken_checkpoint(self, fault: Fault, _number: int) -> tuple[str, None]:
+        hit = [one for one in self.victims(fault) if one.signal(signal.SIGSTOP)]  # it shall not write another one now
         paths = checkpoint_paths(self._run.directory.checkpoints)
-        hit = self.victims(fault)
         if len(paths) < 2 or not hit:  # with one only, there would be nothing to fall back to
+            for one in hit:
+                one.signal(signal.SIGCONT)
             return "", None
         file = max(paths[-1].glob("*.safetensors"), key=lambda path: path.stat().st_size)
         flip_a_bit(file, fault.seed)
