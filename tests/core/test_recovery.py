@@ -114,7 +114,7 @@ def test_a_newer_report_while_one_is_asked_for():
     world = Restarted().join(0, MID, OLD)
     assert world.join(1, NEW, OLD).asked == [(1, 0, NEW)]
     assert not world.hand_back(0, 0, MID).ended  # not the one that is waited for
-    assert world.held == [OLD, OLD]
+    assert world.held == [MID, OLD]  # but newer than what there was: the holder of the other one may yet die
     assert world.hand_back(1, 0, NEW).ended
     assert world.held == [NEW, OLD]
 
@@ -215,13 +215,20 @@ def test_a_report_of_another_layout_hands_nothing_back():
     assert world.join(1).ended
 
 
-def test_what_was_not_asked_for_changes_nothing():
-    world = Restarted().join(0, MID, OLD)
-    for who, fragment, version in ((1, 0, MID), (0, 1, MID), (0, 0, NEW)):
-        assert not world.hand_back(who, fragment, version).ended
+def test_what_is_refused_or_older_or_nowhere_changes_nothing():
+    world = Restarted().join(0, NEW, OLD)
+    for who, fragment, version in ((1, 0, NEW), (0, 1, MID), (0, 0, MID)):  # not asked for, nor good
+        assert not world.hand_back(who, fragment, version, refused=True).ended
     assert world.held == [OLD, OLD]
-    world.hand_back(0, 0, MID)
-    assert world.hand_back(0, 0, NEW).held == [MID, OLD]  # nor what comes a second time
+    assert world.hand_back(0, 0, NEW).held == [NEW, OLD]
+    assert world.hand_back(0, 0, MID).held == [NEW, OLD]
+    assert world.hand_back(0, 7, NEW).held == [NEW, OLD]
+
+
+def test_an_older_value_is_kept_when_the_holder_of_the_newer_one_dies():
+    world = Restarted().join(0, MID, OLD).join(1, NEW, OLD).hand_back(0, 0, MID).lose(0).lose(1)
+    assert world.tick(REPORT_SECONDS).ended
+    assert world.held == [MID, OLD]
 
 
 def test_late_reports_change_nothing():

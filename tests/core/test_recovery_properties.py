@@ -62,12 +62,11 @@ class Onlooker:
                 self.said.pop(event.learner_id, None)
             case ev.Reported() | ev.Leaving() if event.learner_id in self.said:
                 self.said[event.learner_id].append(event)
-            case ev.HandedBack() if self.asked.get(event.fragment_index) == (event.learner_id, event.version):
-                del self.asked[event.fragment_index]
-                if event.refused:
-                    self.refused.add((event.learner_id, event.fragment_index))
-                else:
-                    assert self.recovery.held[event.fragment_index] == event.version
+            case ev.HandedBack() if event.fragment_index < NUM_FRAGMENTS:
+                assert event.refused or self.recovery.held[event.fragment_index] >= event.version
+                if self.asked.get(event.fragment_index) == (event.learner_id, event.version):
+                    del self.asked[event.fragment_index]
+                    self.refused |= {(event.learner_id, event.fragment_index)} if event.refused else set()
         if isinstance(event, ev.Joined | ev.Left):
             self.asked = {index: ask for index, ask in self.asked.items() if ask[0] != event.learner_id}
 

@@ -107,13 +107,15 @@ class Recovery:
         return joins + [event for said in self._said.values() for event in said[1:]]
 
     def _on_handed_back(self, event: ev.HandedBack) -> None:
-        if self._asked.get(event.fragment_index) != (event.learner_id, event.version):
+        index, asked = event.fragment_index, (event.learner_id, event.version)
+        if not 0 <= index < len(self.held):
             return
-        del self._asked[event.fragment_index]
-        if event.refused:
-            self._refused.add((event.learner_id, event.fragment_index))
-        else:
-            self.held[event.fragment_index] = event.version
+        if not event.refused:  # also if a newer one has been asked for since: its holder may die
+            self.held[index] = max(self.held[index], event.version)
+        if self._asked.get(index) == asked:
+            del self._asked[index]
+            if event.refused:
+                self._refused.add((event.learner_id, index))
 
     def _forget_asks(self, learner_id: int) -> None:
         self._asked = {index: ask for index, ask in self._asked.items() if ask[0] != learner_id}
