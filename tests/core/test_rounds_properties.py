@@ -230,7 +230,8 @@ def check_world(world: World, faults: list[tuple[float, str, int, float]]) -> No
     event(f"alive at the end: {len(alive)}")
     event(f"syncers: {min(world.syncer.incarnation, 4)}")
     event(f"steps given up: {bool(world.steps_given_up)}")
-    left = world.rounds.started and all(member.left for member in world.rounds.members.values())
+    members = world.rounds.members.values()
+    left = world.rounds.started and members and all(member.left for member in members)
     assert world.done or not (alive or left), world.describe()
     released = {who for who, member in world.rounds.members.items() if member.released or member.left}
     assert all(learner.learner_id in released or not learner.linked for learner in alive), world.describe()
