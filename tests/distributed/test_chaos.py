@@ -143,6 +143,7 @@ def check_tampering(scene: Scene) -> None:
     assert keep_books([*tape, again], witnesses).errors, "a merge more"
 
 
+@pytest.mark.long
 def test_networks_fail(scene: Callable[..., Scene]) -> None:
     """Learner 1's network; learner 0 is merged all the time, learner 1 comes back by itself."""
     here = scene()
@@ -235,6 +236,7 @@ def test_processes_hang(scene: Callable[..., Scene]) -> None:
     check_books(here)
 
 
+@pytest.mark.long
 def test_ports_get_garbage_and_clocks_jump(scene: Callable[..., Scene]) -> None:
     here = scene(clocks=can_jump())
     syncer = here.run.process(None)

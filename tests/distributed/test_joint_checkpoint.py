@@ -11,7 +11,7 @@ from processes import Run, wait_until
 
 from hf_diloco.syncer.checkpoint import checkpoint_paths
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.long]
 
 
 def joint_checkpoints(run: Run) -> list[dict[str, Any]]:

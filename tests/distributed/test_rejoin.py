@@ -89,6 +89,7 @@ def test_without_a_checkpoint_its_peer_gives_it_the_state(start_run: Any) -> Non
     assert re.search(r"state of the inner optimizer: that of learner 0: .* MB in", run.learners[1].tail(1 << 20))
 
 
+@pytest.mark.long
 def test_its_own_checkpoint_gives_it_the_state(start_run: Any) -> None:
     options = {**PACE, "save_steps": 5}
     run = start(start_run, **options)

@@ -88,6 +88,7 @@ def run_kills(start_run: Any, num_kills: int, max_steps: int, seed: int) -> None
     check_kills(run, num_kills, (0, 1))
 
 
+@pytest.mark.long
 def test_a_killed_syncer_goes_on(start_run: Any) -> None:
     run_kills(start_run, num_kills=2, max_steps=4000, seed=0)
 
