@@ -7,14 +7,13 @@ link events, and snapshots that the training thread took at a step boundary. Wha
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,6 +53,7 @@ class Cut:
     steps: int
     tokens: int
     held_seconds: float
+    start: int  # which start of the fragment it was cut from
 
 
 class Exchange:
@@ -173,7 +173,7 @@ class Exchange:
     def _send_snapshot(self, message: ms.Applied | ms.WantPiece, snapshot: Snapshot) -> None:
         content = snapshot.result()
         if isinstance(message, ms.Applied):
-            self._link.send(dataclasses.replace(message, digest=digest(content)))
+            self._link.send(replace(message, digest=digest(content)))
             return
         piece = ms.StatePiece(
             donor_id=message.donor_id,
@@ -290,9 +290,11 @@ class Exchange:
             "; training goes on from the global parameters" if message.start_over else "",
         )  # fmt: skip
         self._on_round_closed(ms.RoundClosed(round=message.round, fragment_index=message.fragment_index))
-        if message.start_over:
+        if message.start_over:  # all fragments at one boundary: one that stays broken would break the others again
             for local in self.fragments:
-                if local.anchor is not None and local.version is not None and local.ready is None:
+                if local.ready is not None:
+                    local.ready = replace(local.ready, correction=None, start_over=True)
+                elif local.anchor is not None and local.version is not None:
                     local.ready = Prepared(
                         local.version, local.anchor, None, None, digest(local.anchor), start_over=True
                     )
@@ -312,7 +314,8 @@ class Exchange:
             raise MessageError(f"the syncer published fragment {message.fragment_index} without value")
         local = self.fragments[message.fragment_index]
         with self.lock:
-            local.ready = None  # a newer one takes its place; both start from what is in the model
+            if local.ready is not None and not local.ready.start_over:
+                local.ready = None  # a newer one takes its place; both start from what is in the model
             anchor, version = local.anchor, local.version
         if version is not None and message.version <= version:
             if message.version == version and anchor is not None:
@@ -322,6 +325,10 @@ class Exchange:
         if published is None:
             self._link.send(ms.NeedFull(fragment_index=message.fragment_index))
             return
+        with self.lock:
+            if local.ready is not None:  # the fragment is about to start over: from the newer value then
+                local.ready = replace(local.ready, version=message.version, published=published, digest=message.digest)
+                return
         prepared = self._prepare(message, local, published)  # unlocked: nothing is taken while `ready` is None
         with self.changed:
             local.ready = prepared
@@ -383,7 +390,12 @@ class Exchange:
         )
         with self.lock:
             local = self.fragments[cut.ask.fragment_index]
-            local.shipped, local.cutting = shipped, False
+            local.cutting = False
+            is_void = cut.start != local.start  # the fragment has started over since: what was cut is not in it
+            local.shipped = None if is_void else shipped
+        if is_void:
+            self.answer_nothing(OpenAsk(cut.ask, time.monotonic()), cut.anchor_version)
+            return
         self._send_update(cut.ask, shipped, cut.held_seconds)
 
     def _send_update(self, ask: ms.Ask, shipped: Shipped, held_seconds: float) -> None:

@@ -291,7 +291,9 @@ class Learner:
         if not self._steps:
             prepared = replace(prepared, correction=None)  # nothing to keep: exactly the published value
         under_way = self._exchange.welcome.on_arrival == "carry" and (local.cutting or local.shipped is not None)
-        if prepared.correction is None and local.anchor is not None and under_way:
+        if prepared.start_over:
+            local.start += 1
+        elif prepared.correction is None and local.anchor is not None and under_way:
             # Progress was to be given up, but since that was decided a part of it was cut, and may be merged: keep it.
             prepared = replace(prepared, correction=prepared.published - local.anchor)
         if prepared.merged is not None:
@@ -299,6 +301,8 @@ class Learner:
             local.accounted_tokens += prepared.merged.tokens
             if local.shipped is prepared.merged:
                 local.shipped = None
+        if prepared.start_over:
+            local.shipped = None  # if it is merged yet, nothing of it is to be taken out of what is here now
         if prepared.correction is None and local.anchor is not None:
             self._tokens_overwritten += (self._tokens - local.accounted_tokens) / len(self._exchange.fragments)
             local.accounted_steps, local.accounted_tokens = self._steps, self._tokens
@@ -339,7 +343,8 @@ class Learner:
                 held_seconds = time.monotonic() - waiting.arrived_at
                 snapshot = self._parameters.read(local.fragment)
                 local.cutting = True
-                exchange.ship(Cut(waiting.ask, snapshot, local.anchor, local.version, steps, tokens, held_seconds))
+                cut = Cut(waiting.ask, snapshot, local.anchor, local.version, steps, tokens, held_seconds, local.start)
+                exchange.ship(cut)
 
     def _report(self) -> None:
         self._exchange.send(

@@ -45,5 +45,6 @@ class LocalFragment:
     cutting: bool = False  # an update was cut and is being encoded: as good as shipped
     shipped: Shipped | None = None
     ready: Prepared | None = None
+    start: int = 0  # how often it has started over
     accounted_steps: int = field(default=0)  # steps and tokens merged, or given up, so far
     accounted_tokens: int = field(default=0)
