@@ -97,6 +97,7 @@ def test_a_second_learner_dies_while_the_first_one_joins(start_run: Any) -> None
     check_end(run, {0, 1, 2})
 
 
+@pytest.mark.long
 def test_a_learner_that_never_comes_back(start_run: Any) -> None:
     run = start_run(expected_learners=2, **SETTINGS)
     for learner_id in (0, 1):

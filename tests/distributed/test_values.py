@@ -20,8 +20,8 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.parametrize(
     ("wire_format", "on_arrival"),
     [
-        ("fp32", "overwrite"),
         ("int4", "carry"),
+        pytest.param("fp32", "overwrite", marks=pytest.mark.long),
         pytest.param("fp32", "carry", marks=pytest.mark.long),
         pytest.param("bf16", "carry", marks=pytest.mark.long),
         pytest.param("int8", "overwrite", marks=pytest.mark.long),
