@@ -28,16 +28,16 @@ def export(
         raise ConfigError(f"{out} is a file; give a directory.")
     _refuse_to_lose(directory, out, force)
 
-    from hf_diloco.syncer.checkpoint import checkpoint_paths, load_checkpoint
+    from hf_diloco.syncer.checkpoint import checkpoints_by_step, load_checkpoint
     from hf_diloco.syncer.export import export_model
     from hf_diloco.syncer.saved_run import SavedRun, latest_run
 
     if checkpoint is None:
         found = latest_run(directory)
     else:
-        steps = {int(path.name.removeprefix("step-")): path for path in checkpoint_paths(directory.checkpoints)}
+        steps = checkpoints_by_step(directory.checkpoints)
         if steps and checkpoint not in steps:
-            there = ", ".join(map(str, sorted(steps)))
+            there = ", ".join(map(str, steps))
             raise ConfigError(f"there is no checkpoint of step {checkpoint} in {directory.path}; there are: {there}.")
         found = SavedRun.from_checkpoint(load_checkpoint(steps[checkpoint])) if steps else None
     if found is None:

@@ -59,7 +59,7 @@ class Recovery:
         self._asked: dict[int, tuple[int, Version]] = {}  # fragment -> whom, for which version
         self._refused: set[tuple[int, int]] = set()  # learner and fragment
         self._run_ended = ended
-        self._first_report_at: float | None = None
+        self._report_until: float | None = None  # set by the first report
         self._ended = False
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
@@ -69,8 +69,8 @@ class Recovery:
         """
         if self._ended:
             return [ev.WaitUntil(time=None)]
-        if self._first_report_at is None and (self._run_ended or isinstance(event, ev.Joined)):
-            self._first_report_at = now
+        if self._report_until is None and (self._run_ended or isinstance(event, ev.Joined)):
+            self._report_until = now + REPORT_SECONDS
         if isinstance(event, ev.Joined):
             self._missing.discard(event.learner_id)
             self._reports[event.learner_id] = event.held if len(event.held) == len(self.held) else ()
@@ -140,10 +140,9 @@ class Recovery:
         return actions
 
     def _all_reported(self, now: float) -> bool:
-        late = self._first_report_at is not None and now >= self._first_report_at + REPORT_SECONDS
-        return not self._missing or late
+        return not self._missing or (self._report_until is not None and now >= self._report_until)
 
     def _deadline(self, now: float) -> float | None:
-        if self._ended or self._first_report_at is None or now >= self._first_report_at + REPORT_SECONDS:
+        if self._ended or self._report_until is None or now >= self._report_until:
             return None
-        return self._first_report_at + REPORT_SECONDS
+        return self._report_until

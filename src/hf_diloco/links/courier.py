@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 _BULK_TIMEOUT_SECONDS = 120.0  # slow is not dead: death is for the beats to find
 _MAX_TELL_MESSAGES = 64
 _MAX_TELL_BYTES = 4 << 20
-_MAX_POLL_ITEMS = 64
 _MAX_DOWNLOADS = 1000  # announced and not fetched yet; an honest syncer has one a fragment under way
 _LONGEST_TIMEOUT_SECONDS = 86_400.0
 
@@ -255,7 +254,7 @@ class Courier:
         seen = 0
         while True:
             items = wire.call(self._ctl, "poll", self._token, seen, timeout_seconds=0, is_async=True).wait()
-            if len(items) > _MAX_POLL_ITEMS or self._downloads.qsize() > _MAX_DOWNLOADS:
+            if len(items) > wire.MAX_POLL_ITEMS or self._downloads.qsize() > _MAX_DOWNLOADS:
                 raise MessageError("the syncer announces more than it may")
             for number, item in items:
                 if number <= seen:

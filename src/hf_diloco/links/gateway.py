@@ -36,7 +36,6 @@ from hf_diloco.links.loop import Loop, tick_seconds
 
 logger = logging.getLogger(__name__)
 
-_MAX_POLL_ITEMS = 64
 _MAX_POLL_BYTES = 4 << 20
 _MAX_TRANSFERS = 2 * WINDOW  # under way at once
 _MAX_ITEMS = 10_000  # that the learner has not fetched
@@ -173,7 +172,7 @@ class Gateway:
         size = 0
         for number, num_bytes, item in self._items:
             size += num_bytes
-            if answer and (len(answer) == _MAX_POLL_ITEMS or size > _MAX_POLL_BYTES):
+            if answer and (len(answer) == wire.MAX_POLL_ITEMS or size > _MAX_POLL_BYTES):
                 break
             answer.append([number, item])
         future.set_result(answer)

@@ -21,6 +21,7 @@ from torch.distributed.rpc import api, internal
 from hf_diloco.errors import MessageError, UnsupportedError
 
 MAX_CALL_BYTES = 40 << 20  # above channel.MAX_FRAME_BYTES
+MAX_POLL_ITEMS = 64  # in one answer to `poll`: a gateway gives no more, a courier takes no more
 _MAX_DEPTH = 32
 
 if TYPE_CHECKING:

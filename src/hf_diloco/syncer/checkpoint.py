@@ -170,7 +170,13 @@ def latest_checkpoint(directory: Path) -> Checkpoint | None:
 
 def checkpoint_paths(directory: Path) -> list[Path]:
     """The checkpoints in ``directory``, oldest first."""
-    return sorted(directory.glob("step-" + "[0-9]" * 8 + "*"), key=lambda path: int(path.name.removeprefix("step-")))
+    return list(checkpoints_by_step(directory).values())
+
+
+def checkpoints_by_step(directory: Path) -> dict[int, Path]:
+    """The checkpoints in ``directory`` by the outer step in their names, oldest first."""
+    paths = {int(path.name.removeprefix("step-")): path for path in directory.glob("step-" + "[0-9]" * 8 + "*")}
+    return dict(sorted(paths.items()))
 
 
 def prune_checkpoints(directory: Path, keep: int) -> None:

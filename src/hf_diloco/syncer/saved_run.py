@@ -15,7 +15,7 @@ from hf_diloco.core.messages import Version
 from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.syncer.checkpoint import (
     Checkpoint,
-    checkpoint_paths,
+    checkpoints_by_step,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
@@ -150,17 +150,17 @@ def joint_run(directory: RunDirectory, outer_step: int) -> SavedRun:
         ConfigError: there is none.
         DiLoCoError: it is broken.
     """
-    paths = {int(path.name.removeprefix("step-")): path for path in checkpoint_paths(directory.joint)}
+    paths = checkpoints_by_step(directory.joint)
     if outer_step not in paths:
-        there = f"there are: {', '.join(map(str, sorted(paths)))}" if paths else "there is none (see --save-every)"
+        there = f"there are: {', '.join(map(str, paths))}" if paths else "there is none (see --save-every)"
         raise ConfigError(f"{directory.path} holds no checkpoint of the whole run at step {outer_step}; {there}.")
     return SavedRun.from_checkpoint(load_checkpoint(paths[outer_step]))
 
 
 def put_newer_aside(directory: RunDirectory, outer_step: int) -> None:
     """Checkpoints that are newer than what the run goes back to would win at the next restart."""
-    for path in checkpoint_paths(directory.checkpoints):
-        if int(path.name.removeprefix("step-")) > outer_step:
+    for step, path in checkpoints_by_step(directory.checkpoints).items():
+        if step > outer_step:
             aside = directory.path / "gone-back" / f"{path.name}-{time.time_ns()}"
             aside.parent.mkdir(exist_ok=True)
             path.rename(aside)

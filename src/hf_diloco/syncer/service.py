@@ -17,6 +17,7 @@ from hf_diloco.core import events as ev
 from hf_diloco.core import messages as ms
 from hf_diloco.errors import ConfigError, DiLoCoError, MessageError
 from hf_diloco.links.base import LinkDown, LinkEvent, Received, SyncerLinks
+from hf_diloco.syncer.history import History
 from hf_diloco.syncer.roster import Terms
 from hf_diloco.syncer.run import Run
 from hf_diloco.syncer.run_directory import RunDirectory
@@ -57,13 +58,14 @@ class Syncer:
         self._directory = run_directory
         self._stopping = threading.Event()
         self._start = time.monotonic()
-        self._go_back_to = go_back_to
+        self._goes_back = go_back_to is not None
         self._saved = latest_run(run_directory) if go_back_to is None else joint_run(run_directory, go_back_to)
+        self._history: History | None = None  # since the checkpoint; read once, a tape can be long
         if self._saved is None:
             before, self.has_ended = last_incarnation(run_directory.tape), False
         else:
-            history = self._saved.history(run_directory.tape, go_back=go_back_to is not None)
-            before, self.has_ended = history.incarnation, history.finished
+            self._history = self._saved.history(run_directory.tape, go_back=self._goes_back)
+            before, self.has_ended = self._history.incarnation, self._history.finished
         self._incarnation = before + 1
         self._tape: Tape  # from `run` on
         self._run: Run | None = None  # once the first learner has said hello
@@ -82,8 +84,8 @@ class Syncer:
                 "start", durable=True, time=time.time(), incarnation=self._incarnation, address=self._links.address,
                 config=config_to_dict(self.config),
             )  # fmt: skip
-            if self._saved is not None:
-                self._run = self._resume(self._saved)
+            if self._saved is not None and self._history is not None:
+                self._run = self._resume(self._saved, self._history)
             self._serve()
             if self._run is not None:
                 self._run.save()
@@ -193,11 +195,9 @@ class Syncer:
         )
         return Run(terms, self._links, self._tape, self._directory, incarnation=self._incarnation)
 
-    def _resume(self, saved: SavedRun) -> Run:
-        go_back = self._go_back_to is not None
-        if go_back:
+    def _resume(self, saved: SavedRun, history: History) -> Run:
+        if self._goes_back:
             put_newer_aside(self._directory, saved.checkpoint.outer_step)
-        history = saved.history(self._directory.tape, go_back=go_back)
         run = Run(
             saved.terms, self._links, self._tape, self._directory, incarnation=self._incarnation, saved=(saved, history)
         )
