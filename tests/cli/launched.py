@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 if "--fail" in sys.argv:
     sys.exit("a mistake in the script")
@@ -13,6 +14,11 @@ if "--deaf" in sys.argv:
     print("deaf", flush=True)
     while True:
         time.sleep(1)
+if "--one-life" in sys.argv:
+    mark = Path(f"lived-{os.environ['HF_DILOCO_LEARNER_ID']}")
+    while mark.exists():  # the second life never gets so far as to train
+        time.sleep(1)
+    mark.touch()
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments

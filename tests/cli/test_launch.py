@@ -305,8 +305,8 @@ def test_what_dies_is_started_again(launch):
 
 @pytest.mark.long
 def test_who_is_not_back_in_time_is_called_off(launch):
-    """The run is over before the second life of the learner begins."""
-    run = launch("--steps", 300, options=("--restart",))
+    """The second life of the learner has not begun to train when the run is over."""
+    run = launch("--steps", 300, "--one-life", options=("--restart",))
     run.until_training()
     run.trainer(1).kill()
     assert run.wait(120) == 0, run.text()
