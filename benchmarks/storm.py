@@ -3,8 +3,9 @@
     python benchmarks/storm.py [--seeds 1 2 3] [--minutes 10] [--out runs/storms]
 
 Three learners (a small Llama, each inner step at least half a second), one fault every 20 s on average, all kinds
-equally often, the syncer included; stops and cuts last 10 to 30 s. A killed process is started again at once. Takes
-about 23 minutes a seed. Each seed leaves `seed-N/report.json` and is not run again, so that it can be interrupted.
+equally often, the syncer included; stops and cuts last 10 to 30 s. A killed process is started again at once. The run
+without faults ends when it has merged as many tokens as the storm's, so that their eval losses can be compared. Takes
+about 22 minutes a seed. Each seed leaves `seed-N/report.json` and is not run again, so that it can be interrupted.
 Prints a line a seed, and means with 95 % confidence intervals. Exit code 1 if something was lost or left behind.
 """
 
@@ -45,7 +46,7 @@ def report_of(seed: int, minutes: float, out: Path) -> dict[str, Any]:
 
 
 def loss_ratio(report: dict[str, Any]) -> float:
-    """Final eval loss against that of the run without faults, which merged more tokens."""
+    """Final eval loss against that of a run without faults that merged as many tokens."""
     return float(report["eval_loss"] / report["calm"]["eval_loss"])
 
 
@@ -60,7 +61,8 @@ def main() -> None:
         print(f"seed {seed}", flush=True)
         reports.append(report_of(seed, options.minutes, options.out.absolute()))
     print(
-        "seed  faults  goodput  of what faults leave  longest gap  rejoin (longest)  eval loss ratio  cores  problems"
+        "seed  faults  goodput  of what faults leave  longest gap  rejoin (longest)  eval loss ratio  tokens merged "
+        "(without faults)  cores  problems"
     )
     for seed, report in zip(options.seeds, reports, strict=True):
         rejoin = report["rejoin"]["total"]["max"]
@@ -68,7 +70,8 @@ def main() -> None:
             f"{seed:4d}  {len(report['faults']):6d}  {report['goodput']:7.4f}  "
             f"{report['goodput_of_what_faults_leave']:20.4f}  {report['gaps']['max']:9.2f} s  "
             f"{'-' if rejoin is None else f'{rejoin:.1f} s':>16}  {loss_ratio(report):15.4f}  "
-            f"{report['cpu_share']:5.2f}  {len(report['problems'])}"
+            f"{report['tokens']['merged']:13,.0f} ({report['calm']['merged']:14,.0f})  {report['cpu_share']:5.2f}  "
+            f"{len(report['problems'])}"
         )
     for name, values in (
         ("goodput", [report["goodput"] for report in reports]),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_diloco.chaos.accounting import keep_books
 from hf_diloco.chaos.faults import NETWORK_KINDS, STORM, Fault, storm
 from hf_diloco.chaos.report import judge
 from hf_diloco.chaos.run import ChaosRun
@@ -65,6 +66,9 @@ class Experiment:
         """The storm in ``path/storm``, the same without faults in ``path/calm``; the report, which is also in
         ``path/report.json``.
 
+        Without faults the small script ends when as many tokens are merged as in the whole storm, so that the eval
+        losses can be compared; a script of the user's is run as it is.
+
         Args:
             path: a directory.
             compare: with the run without faults.
@@ -76,11 +80,12 @@ class Experiment:
         """
         faults = self.faults()
         say(f"The storm: {len(faults)} faults in {self.seconds:.0f} s, seed {self.seed}")
-        stormy = self._drive(path / "storm", faults, say, show)
+        stormy = self._drive(path / "storm", faults, self._max_steps, say, show)
         calm = None
         if compare:
-            say("The same without faults")
-            calm = self._drive(path / "calm", [], say, show)
+            max_steps = steps_without_faults(stormy)
+            say("The same without faults" + ("" if self.script else f", for {max_steps} steps: as many merged tokens"))
+            calm = self._drive(path / "calm", [], max_steps, say, show)
         report = {"seed": self.seed, "every_seconds": self.every_seconds, **judge(stormy, calm)}
         (path / "report.json").write_text(json.dumps(report, indent=2) + "\n")
         return report
@@ -89,12 +94,13 @@ class Experiment:
         self,
         path: Path,
         faults: Sequence[Fault],
+        max_steps: int,
         say: Callable[[str], None],
         show: Callable[[dict[str, Any]], None],
     ) -> Record:
         run = ChaosRun(
             path,
-            self.script or self._small(path),
+            self.script or self._small(path, max_steps),
             self.num_learners,
             self.settings,
             islands=any(kind in NETWORK_KINDS for kind, _ in self.kinds),
@@ -104,9 +110,19 @@ class Experiment:
         with run:
             return Storm(run, faults, self.seconds, say=say, show=show).drive()
 
-    def _small(self, path: Path) -> list[str]:
-        max_steps = math.ceil((self.seconds + _TAIL_SECONDS) / self.step_seconds)
+    @property
+    def _max_steps(self) -> int:
+        return math.ceil((self.seconds + _TAIL_SECONDS) / self.step_seconds)
+
+    def _small(self, path: Path, max_steps: int) -> list[str]:
         return [
             str(TRAIN_SMALL), "--output_dir", str(path / "out"), "--max_steps", str(max_steps),
             "--step_seconds", str(self.step_seconds), "--seed", str(self.seed),
         ]  # fmt: skip
+
+
+def steps_without_faults(storm: Record) -> int:
+    """Outer steps in which learners that lack nothing merge as many tokens as were merged in this storm."""
+    steps = [line["tokens"] for lines in storm.witnesses.values() for line in lines if line["kind"] == "step"]
+    merged = keep_books(storm.tape, storm.witnesses).merged
+    return max(round(merged / (sum(steps) / len(steps)) / storm.num_learners), 1) if steps else 1

@@ -66,10 +66,14 @@ def judge(storm: Record, calm: Record | None) -> dict[str, Any]:
         "left": storm.left,
     }  # fmt: skip
     if calm is not None:
-        calm_window = (calm.began_at, calm.began_at + num_seconds)
-        calm_merged = measure.merged_tokens(calm.tape, calm_window)
+        last_merge_at = max((line["at"] for line in calm.tape if line["kind"] == "round"), default=calm.began_at)
+        calm_window = (calm.began_at, min(calm.began_at + num_seconds, last_merge_at))  # it may have been shorter
+        calm_seconds = calm_window[1] - calm_window[0]
+        calm_merged = measure.merged_tokens(calm.tape, calm_window) * num_seconds / calm_seconds if calm_seconds else 0
         report["calm"] = {
+            "seconds": calm_seconds,
             "merged_in_window": calm_merged,
+            "merged": keep_books(calm.tape, calm.witnesses).merged,
             "gaps": measure.summary(measure.gaps(calm.tape, calm_window)),
             "eval_loss": final_loss(calm),
             "cpu_share": calm.cpu_share,
@@ -219,7 +223,8 @@ def render(report: Mapping[str, Any]) -> Group:
     tokens, gaps, calm_gaps = report["tokens"], report["gaps"], calm.get("gaps", {})
     rows = [
         ("tokens merged in the window", _count(report["merged_in_window"]), _count(calm.get("merged_in_window"))),
-        ("tokens trained / merged, whole run", f"{_count(tokens['trained'])} / {_count(tokens['merged'])}", ""),
+        ("tokens trained, whole run", _count(tokens["trained"]), ""),
+        ("tokens merged, whole run", _count(tokens["merged"]), _count(calm.get("merged"))),
         ("tokens lost with killed processes", _count(tokens["lost"]), ""),
         ("... overwritten / voided / held", " / ".join(_count(tokens[name]) for name in _PLACES[3:]), ""),
         ("goodput", _percent(report.get("goodput")), ""),
