@@ -24,7 +24,7 @@ from hf_diloco.core.fragments import FragmentLayout
 from hf_diloco.errors import DiLoCoError, LearnerRefusedError, MessageError
 from hf_diloco.learner.local import LocalFragment, Prepared, Shipped
 from hf_diloco.learner.optimizer_state import piece_digest
-from hf_diloco.learner.parameters import Snapshot
+from hf_diloco.learner.snapshots import Snapshot
 from hf_diloco.links.base import LearnerLink, LinkDown, LinkEvent, LinkUp, Received
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hf_diloco.core.messages import STATE_PIECE_BYTES
 from hf_diloco.errors import MessageError, UnsupportedError
-from hf_diloco.learner.parameters import Snapshot, Snapshots
+from hf_diloco.learner.snapshots import Snapshot, Snapshots
 
 logger = logging.getLogger(__name__)
 

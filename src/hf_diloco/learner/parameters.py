@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -17,58 +17,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hf_diloco.core.fragments import Fragment, FragmentSlice
 from hf_diloco.errors import DiLoCoWarning, NoTrainableParametersError, UnsupportedError
+from hf_diloco.learner.snapshots import Snapshot, Snapshots
 
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, activation checkpointing
 _SUPPORTED = "Start each learner as one process with the whole model on its device (plain, or torch.compile)."
-
-
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """Values as they were at one moment, flat on the CPU, perhaps still on their way."""
-
-    _values: Tensor
-    _copied: tuple[torch.cuda.Event, ...] = ()
-
-    def result(self) -> Tensor:
-        """The values; waits for the copy. Any thread may call this."""
-        for event in self._copied:
-            event.synchronize()
-        return self._values
-
-
-class Snapshots:
-    """Takes snapshots without waiting on the host: tensors are cloned on their device and travel on a side stream."""
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def take(self, values: Tensor, pairs: Iterable[tuple[Tensor, Tensor]]) -> Snapshot:
-        """Copy each (target, source); the targets are views that make up ``values``, pinned if a source is on CUDA.
-
-        The sources may change right away. Device memory: a clone in the targets' dtype, until it has arrived.
-        """
-        cloned: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-        with torch.no_grad():
-            for target, source in pairs:
-                if source.is_cuda:
-                    clone = source.to(target.dtype, copy=True, memory_format=torch.contiguous_format)
-                    cloned.setdefault(source.device, []).append((target, clone))
-                else:
-                    target.copy_(source)
-        return Snapshot(values, tuple(self._send_home(device, pairs) for device, pairs in cloned.items()))
-
-    def _send_home(self, device: torch.device, pairs: list[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        side = self._streams[device]
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for target, clone in pairs:
-                target.copy_(clone, non_blocking=True)
-                clone.record_stream(side)  # else its memory could be handed out while it is still being read
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(side)
-        return event
 
 
 class ModelParameters:
@@ -78,18 +30,21 @@ class ModelParameters:
     objects at the same addresses, as optimizers, compiled graphs and tied layers need it.
 
     Call :meth:`read`, :meth:`add_` and :meth:`write_` between two training steps (Trainer: ``on_step_end``), from the
-    thread that trains: earlier, gradients or saved activations still belong to the old values.
+    thread that trains: earlier, gradients or saved activations still belong to the old values. In a learner of several
+    ranks all ranks make the same calls in the same order; what is read is complete on rank 0 of ``group`` only.
 
     Args:
         model: The model; DDP, DataParallel and ``torch.compile`` wrappers are looked through.
+        group: A gloo group of all ranks of this learner, for the rows that rank 0 does not hold; None with one rank.
 
     Raises:
         UnsupportedError: the parameters are sharded (FSDP, DeepSpeed), without data (meta device), or not real numbers.
         NoTrainableParametersError: no parameter has ``requires_grad=True``.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         self._model = _unwrapped(model)
+        self._rank = dist.get_rank(group) if group is not None else 0
         parameters = {_canonical(name): parameter for name, parameter in self._model.named_parameters()}
         for name, parameter in parameters.items():
             _check(name, parameter)
@@ -110,10 +65,14 @@ class ModelParameters:
     def read(self, fragment: Fragment) -> Snapshot:
         """Copy the fragment's current values. The copy is complete when ``result()`` of what is returned returns.
 
+        For rank 0: on other ranks ``result()`` is an error.
+
         On CUDA the values are cloned on the device at once, so that training may change them right away, and travel
         to pinned memory on a side stream; nothing waits on the host. Device memory: the fragment in fp32, until it
         has arrived.
         """
+        if self._rank:
+            return Snapshot(_elsewhere)
         on_cuda = any(self._trainable[name].is_cuda for name in fragment.names)
         values = torch.empty(fragment.num_parameters, dtype=torch.float32, pin_memory=on_cuda)
         return self._snapshots.take(values, ((_part(values, piece), self._rows(piece)) for piece in fragment.slices))
@@ -175,16 +134,23 @@ class ModelParameters:
     # --------------------------------------------------------------------------------------- what does not change
 
     def constants(self) -> Iterator[tuple[str, Tensor]]:
-        """Frozen parameters and persistent buffers by name, each as a CPU copy: what a saved model needs besides."""
+        """Frozen parameters and persistent buffers by name, each as a CPU copy: what a saved model needs besides.
+
+        All ranks have to exhaust it, but it yields on rank 0 only.
+        """
+        if self._rank:
+            return
         for name, tensor, _ in self._constant_tensors():
             yield name, tensor.detach().to("cpu", copy=True).contiguous()
 
     def constants_digest(self) -> str:
-        """32 hex digits over names, dtypes, shapes and bytes of the constants.
+        """32 hex digits over names, dtypes, shapes and bytes of the constants; "" on all ranks but 0.
 
         Running statistics (batch norm) are left out: they are saved with the model, but change as it trains, and a
         learner that resumes from its own checkpoint still has the same base model.
         """
+        if self._rank:
+            return ""
         digest = hashlib.blake2b(digest_size=16)
         for name, tensor, changes in self._constant_tensors():
             if changes:
@@ -231,6 +197,10 @@ class ModelParameters:
                 DiLoCoWarning,
                 stacklevel=3,
             )
+
+
+def _elsewhere() -> Tensor:
+    raise AssertionError("what is read is on rank 0 only")
 
 
 def _part(flat: Tensor, piece: FragmentSlice) -> Tensor:
