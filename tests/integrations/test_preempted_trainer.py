@@ -11,7 +11,7 @@ from test_transformers_callback import ScriptedLearner
 from trainers import make_trainer, plugin
 from transformers import TrainerCallback
 
-from hf_diloco.integrations import transformers as integration
+from hf_diloco.integrations import membership
 from hf_diloco.integrations.transformers import DiLoCoCallback
 
 pytestmark = pytest.mark.fast
@@ -38,7 +38,7 @@ class SendSigterm(TrainerCallback):
 @pytest.fixture
 def learners(monkeypatch):
     script = type("Script", (ScriptedLearner,), {"instances": []})
-    monkeypatch.setattr(integration, "Learner", script)
+    monkeypatch.setattr(membership, "Learner", script)
     return script.instances
 
 
@@ -150,7 +150,7 @@ def test_at_the_start_gate_nothing_is_saved(tmp_path, learners):
             os.kill(os.getpid(), signal.SIGTERM)
             return super().join(interrupted=interrupted)
 
-    integration.Learner = Early
+    membership.Learner = Early
     assert run_out(trainer) == 0
     assert learners[0].calls == ["join", LEFT, "close"]
     assert checkpoints(trainer) == []

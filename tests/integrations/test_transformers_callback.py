@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from hf_diloco.errors import DiLoCoWarning, LearnerRefusedError, UnsupportedError
-from hf_diloco.integrations import transformers as integration
+from hf_diloco.integrations import membership
 from hf_diloco.integrations.schedules import follow
 from hf_diloco.integrations.transformers import DiLoCoCallback
 
@@ -93,7 +93,7 @@ def _no_environment(monkeypatch):
 def scripted(monkeypatch):
     """A fresh ScriptedLearner class in the place of Learner."""
     script = type("Script", (ScriptedLearner,), {"instances": []})
-    monkeypatch.setattr(integration, "Learner", script)
+    monkeypatch.setattr(membership, "Learner", script)
     return script
 
 

@@ -48,7 +48,7 @@ class AtStart(TrainerCallback):
         self.state = {index: dict(entry) for index, entry in optimizer.state_dict()["state"].items()}
         self.state = {index: {key: value.clone() for key, value in one.items()} for index, one in self.state.items()}
         self.rate, self.trainer_step = lr_scheduler.get_last_lr()[0], state.global_step
-        learner = self.callback._learner
+        learner = self.callback._membership.learner
         self.global_step = learner.global_step
         self.held = {  # digests of what is in the model, by fragment and version
             (index, local.version.outer_step): digest(learner._parameters.read(local.fragment).result())

@@ -5,24 +5,52 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-
-def can_follow(scheduler: Any) -> bool:
-    """Whether its learning rate depends on steps alone, and not on what the loss did (plateau, greedy)."""
-    return isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
+from hf_diloco.errors import DiLoCoWarning
 
 
 def follow(scheduler: Any, global_step: int) -> None:
-    """Set the learning rate to that of ``global_step``, as if that many steps had been taken."""
-    if not can_follow(scheduler) or scheduler.last_epoch == global_step:
+    """Set the learning rate to that of ``global_step``, as if that many updates had been made."""
+    scheduler, steps_per_update = _unwrap(scheduler)
+    last_epoch = global_step * steps_per_update
+    if not _can_follow(scheduler) or scheduler.last_epoch == last_epoch:
         return
     with warnings.catch_warnings():
         # torch warns when a scheduler steps before its optimizer ever did; here that is what is meant.
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
         if isinstance(scheduler, LambdaLR):  # a function of the step alone: all of Trainer's schedules but two
-            scheduler.last_epoch = global_step - 1
+            scheduler.last_epoch = last_epoch - 1
             scheduler.step()
         else:
-            while scheduler.last_epoch < global_step:  # each value is made from the one before
+            while scheduler.last_epoch < last_epoch:  # each value is made from the one before
                 scheduler.step()
+
+
+def warn_if_stuck(scheduler: Any, *, stacklevel: int) -> bool:
+    """Warn of a scheduler that cannot follow the run; returns whether it did."""
+    if scheduler is None or _can_follow(_unwrap(scheduler)[0]):
+        return False
+    warnings.warn(
+        f"the learning rate of {type(scheduler).__name__} follows this learner's own metrics and not the run's step: a "
+        "learner that joins late begins at its first value. Use linear, cosine, warmup_stable_decay or another "
+        "schedule of the step.",
+        DiLoCoWarning,
+        stacklevel=stacklevel + 1,
+    )
+    return True
+
+
+def _can_follow(scheduler: Any) -> bool:
+    """Whether its learning rate depends on steps alone, and not on what the loss did (plateau, greedy)."""
+    return isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
+
+
+def _unwrap(scheduler: Any) -> tuple[Any, int]:
+    """The scheduler of torch, and how many of its steps belong to one update: Accelerate's makes one a process."""
+    if not isinstance(scheduler, AcceleratedScheduler):
+        return scheduler, 1
+    once = scheduler.split_batches or not scheduler.step_with_optimizer
+    return scheduler.scheduler, 1 if once else AcceleratorState().num_processes

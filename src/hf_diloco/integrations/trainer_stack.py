@@ -6,6 +6,7 @@ import sys
 from types import FrameType
 
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import DefaultFlowCallback
 
 
 def trainer_above(frame: FrameType | None = None) -> Trainer | None:
@@ -14,6 +15,17 @@ def trainer_above(frame: FrameType | None = None) -> Trainer | None:
     while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
         frame = frame.f_back
     return None if frame is None else frame.f_locals["self"]
+
+
+def put_first(trainer: Trainer, callback: TrainerCallback) -> None:
+    """Have ``callback`` called before the reporters, which then see what it adds to the logs.
+
+    But after Trainer's own, which says at each step whether to evaluate, save and stop.
+    """
+    handler = trainer.callback_handler
+    others = [one for one in handler.callbacks if one is not callback]
+    place = 1 if others and isinstance(others[0], DefaultFlowCallback) else 0
+    handler.callbacks = [*others[:place], callback, *others[place:]]  # a new list: an event may be on its way through
 
 
 def serves(callback: TrainerCallback | None, frame: FrameType | None) -> bool:

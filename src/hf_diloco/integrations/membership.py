@@ -1,0 +1,199 @@
+"""What a learner does the same way whoever drives its loop: Trainer's events, or a plain Accelerate loop."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import tempfile
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_diloco.config import DiLoCoPlugin
+from hf_diloco.errors import DiLoCoError
+from hf_diloco.integrations.schedules import follow
+from hf_diloco.learner.learner import Learner
+from hf_diloco.learner.parameters import ModelParameters
+from hf_diloco.learner.preemption import Preemption
+from hf_diloco.learner.tokens import TokenCounter
+from hf_diloco.links.base import LearnerLink
+
+logger = logging.getLogger(__name__)
+
+
+class Membership:
+    """A learner's part in a run, from joining to leaving.
+
+    Whoever drives the loop calls :meth:`join`, :meth:`step` after each update, and :meth:`end`, whatever happens. If
+    it cannot (Trainer says nothing when training raises), the link ends with this object, or when the process exits.
+
+    Args:
+        model: the module whose ``forward`` gets the batches.
+        plugin: where the syncer is, and which learner this is.
+        total_steps: how long the script means to train; None to take the run's.
+        steps_from_epochs: ``total_steps`` was worked out from epochs and this learner's own data.
+        processing_class: tokenizer or processor, for the exported model.
+        optimizer: the inner optimizer.
+        scheduler: of its learning rate, which is made to follow the run.
+        link: to the syncer; default: over the network.
+        is_training: whether, with this frame being executed, somebody will look at ``preemption`` again.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plugin: DiLoCoPlugin,
+        *,
+        total_steps: int | None,
+        steps_from_epochs: bool = False,
+        processing_class: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        link: LearnerLink | None = None,
+        is_training: Callable[[FrameType | None], bool],
+    ) -> None:
+        self.preemption = Preemption(is_training)
+        self.has_ended = False  # the rest of the loop needs no more of the learner
+        self.holds_global = False  # ... because the model holds the final global values
+        self._plugin, self._scheduler = plugin, scheduler
+        self._optimizer = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+        self._joint_step: int | None = None  # of the checkpoint of the whole run that is being saved
+        self._counter = TokenCounter(model)
+        self.learner = Learner(
+            ModelParameters(model),
+            plugin,
+            total_steps=total_steps,
+            steps_from_epochs=steps_from_epochs,
+            files=_files(model, processing_class),
+            optimizer=self._optimizer,
+            link=link,
+        )
+        self._close = weakref.finalize(self, self.learner.close)
+
+    def join(self) -> None:
+        """Become part of the run; blocks until it starts.
+
+        Raises:
+            JoinError: it could not.
+            SystemExit: this process was told to stop meanwhile.
+        """
+        try:
+            self.preemption.watch()
+            if not self.learner.join(interrupted=self.preemption.requested):
+                self.drain()
+                self.preemption.exit()
+        except BaseException:  # Ctrl-C at the start gate, too
+            self.end()
+            raise
+        follow(self._scheduler, self.learner.global_step)
+        self._counter.attach()
+
+    def step(self, *, loss: float | None = None, is_last: bool = False, was_skipped: bool = False) -> bool:
+        """One update was made: ship and apply what is due, when no gradients are alive.
+
+        Args:
+            loss: the last training loss.
+            is_last: the loop makes no more updates.
+            was_skipped: the gradients overflowed (fp16), so that nothing was learned.
+
+        Returns:
+            False when training ends here; then the model holds the final global values, if :attr:`holds_global`.
+        """
+        tokens, goes_on = self._counter.take(wait=is_last), True
+        if not was_skipped:
+            goes_on = self.learner.step(tokens, loss=loss, data_digest=self._counter.data_digest())
+            follow(self._scheduler, self.learner.global_step)
+            if self.learner.starts_over():
+                _forget_broken_state(self._optimizer)
+            self._joint_step = self.learner.take_save_wanted()
+        if is_last or not goes_on:
+            self.finish()
+        return goes_on
+
+    @property
+    def save_wanted(self) -> bool:
+        """The syncer wants a checkpoint of this step, as a part of one of the whole run."""
+        return self._joint_step is not None
+
+    def saved(self, path: str) -> None:
+        """A checkpoint of this step is in ``path``; tell the syncer, if it wanted one."""
+        if self._joint_step is not None:
+            self.learner.saved_checkpoint(self._joint_step, str(Path(path).absolute()))
+            self._joint_step = None
+
+    def finish(self) -> None:
+        """Wait for the final global values, unless told to stop meanwhile."""
+        self.holds_global = self.learner.finish(interrupted=self.preemption.requested)
+        self.has_ended = self.holds_global or not self.preemption.requested()
+
+    def leave(self, reason: str, *, for_good: bool = True) -> None:
+        """Have merged what is not, and take leave; the others go on. The model keeps the local values."""
+        self.has_ended = True
+        logger.info("%s leaves the run (%s); its model keeps the local parameters", self, reason)
+        self.learner.leave(reason, drain_seconds=self._plugin.drain_seconds, for_good=for_good)
+
+    def drain(self) -> None:
+        """As told to stop: ship what is not merged, and take leave. Once."""
+        if self.has_ended:
+            return
+        logger.warning(
+            "%s told to stop (%s): has what it did merged (for at most %.0f s), saves, and ends",
+            self, self.preemption.reason, self._plugin.drain_seconds,
+        )  # fmt: skip
+        try:
+            self.leave(f"told to stop ({self.preemption.reason})", for_good=False)
+        except DiLoCoError as error:  # whatever it is, there is still a checkpoint to save
+            logger.error("%s could not ship what is not merged: %s", self, error)
+
+    def end(self) -> None:
+        """Remove the hooks and close the link. Idempotent."""
+        self._counter.detach()
+        self._close()  # runs Learner.close once, now or earlier
+        self.preemption.end()
+
+    def __str__(self) -> str:
+        return f"[learner {self._plugin.learner_id} · step {self.learner.global_step}]"
+
+
+def reseed(dataloader: Any, seed: int) -> None:
+    """Make the order of the data this learner's own, before the first batch is drawn.
+
+    A dataset without a sampler (iterable) keeps its order: it differs by its shard.
+    """
+    while dataloader is not None:  # then its batch sampler, what that wraps, and last the sampler of examples
+        batches = getattr(dataloader, "batch_sampler", None)
+        dataloader = getattr(dataloader, "sampler", None) if batches is None else batches
+        if hasattr(dataloader, "initial_seed"):  # accelerate's, Trainer's default: seeded anew for each epoch
+            dataloader.initial_seed = seed
+        elif hasattr(dataloader, "generator"):  # None would be the process-wide one, seeded alike at all learners
+            dataloader.generator = torch.Generator().manual_seed(seed)
+
+
+def _forget_broken_state(optimizer: Any) -> None:
+    """Moments that are NaN or infinite would break the model again at the next step; the others are kept."""
+    state = getattr(optimizer, "state", {})
+    for parameter in list(state):
+        if any(torch.is_tensor(value) and not bool(torch.isfinite(value).all()) for value in state[parameter].values()):
+            del state[parameter]
+
+
+def _files(model: nn.Module, processing_class: Any) -> dict[str, bytes]:
+    """What belongs beside the weights of a saved model: configuration and tokenizer or processor files, by name."""
+    with tempfile.TemporaryDirectory(prefix="hf-diloco-") as directory:
+        if isinstance(model, PreTrainedModel):
+            config = copy.deepcopy(model.config)  # as model.save_pretrained does, without its side effects
+            config.architectures = [type(model).__name__]
+            config.dtype = str(model.dtype).removeprefix("torch.")
+            config.save_pretrained(directory)
+            if model.can_generate() and model.generation_config is not None:
+                model.generation_config.save_pretrained(directory)
+        if hasattr(processing_class, "save_pretrained"):
+            processing_class.save_pretrained(directory)
+        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
