@@ -1,4 +1,4 @@
-"""What the syncer knows of one learner, and of one round."""
+"""What the syncer knows of each learner."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from hf_diloco.core.messages import RoundId, Version
-from hf_diloco.core.pace import Average
+from hf_diloco.core.pace import Average, RoundsConfig
 
 IDLE_SECONDS = 30.0  # no inner step for this long ...
 IDLE_STEPS = 10  # ... or for this many of its usual steps, whichever is longer: not waited for
@@ -85,23 +85,47 @@ class Member:
         return "idle" if idle_at is not None and now >= idle_at else "training"
 
 
-@dataclass
-class OpenRound:
-    """One round, from its opening to the end of its merge."""
+class Members(dict[int, Member]):
+    """All learners that were ever let in, by id."""
 
-    id: RoundId
-    fragment_index: int
-    outer_step: int  # of the version that it will make
-    opened_at: float
-    final: bool  # the last one of its fragment: waits for everybody who is present
-    asked_at: dict[int, float] = field(default_factory=dict)
-    answered: set[int] = field(default_factory=set)
-    participants: list[tuple[int, str]] = field(default_factory=list)
-    quorum_at: float | None = None
-    grace_seconds: float = 0.0
-    closed_at: float | None = None
+    def __init__(self, config: RoundsConfig) -> None:
+        super().__init__()
+        self._min_quorum, self._timeout = config.min_quorum, config.link_timeout_seconds
 
-    @property
-    def collecting(self) -> bool:
-        """It still takes updates."""
-        return self.closed_at is None
+    def present(self, now: float) -> list[Member]:
+        """Learners that are counted, asked and waited for."""
+        return [member for member in self.values() if member.present(now)]
+
+    def pace_setter(self, now: float) -> Member | None:
+        """The one with the K-th largest g of those present (the smallest, if they are fewer): that g is the clock."""
+        present = sorted(self.present(now), key=lambda member: -member.global_step)
+        return present[min(self._min_quorum, len(present)) - 1] if present else None
+
+    def pace_seconds(self, now: float) -> float:
+        """Inner step time of the learner that sets the pace."""
+        pace_setter = self.pace_setter(now)
+        return pace_setter.step_seconds if pace_setter else 1.0
+
+    def may_return(self, now: float) -> set[int]:
+        """Learners whose link was lost so lately that the end of the run waits for them."""
+        return {
+            member.learner_id
+            for member in self.values()
+            if not member.linked and not member.left and member.training and now < member.absent_since + self._timeout
+        }
+
+    def linked(self, learner_ids: set[int]) -> set[int]:
+        """Those of them whose link is up."""
+        return {learner_id for learner_id in learner_ids if self[learner_id].linked}
+
+    def deadlines(self) -> list[float]:
+        """When somebody will be idle, or has been away or released for too long."""
+        deadlines = []
+        for member in self.values():
+            if (idle_at := member.idle_at()) is not None and member.linked:
+                deadlines.append(idle_at)
+            if not member.linked and not member.left:
+                deadlines.append(member.absent_since + self._timeout)
+            if member.released and not member.left:
+                deadlines.append(member.released_at + self._timeout)
+        return deadlines

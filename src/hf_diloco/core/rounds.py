@@ -14,8 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hf_diloco.core import events as ev
-from hf_diloco.core.members import HeldFragment, Member, OpenRound
+from hf_diloco.core.clock import DueFragments
+from hf_diloco.core.ending import Ending
+from hf_diloco.core.members import HeldFragment, Member, Members
 from hf_diloco.core.messages import RoundId, Version
+from hf_diloco.core.open_rounds import OpenRound, OpenRounds
 from hf_diloco.core.pace import Pace, RoundsConfig, grace_seconds
 from hf_diloco.core.recovery import Recovered
 
@@ -38,26 +41,22 @@ class Rounds:
         self.config = config
         self.incarnation = incarnation
         self.outer_step = recovered.outer_step if recovered else 0
-        # "training", "draining" (last rounds), "saving", "finished"
-        self.phase = "draining" if recovered and recovered.ended else "training"
         self.started = recovered.started if recovered else False
-        self.members: dict[int, Member] = {}
+        self.members = Members(config)
         held = recovered.held if recovered else [Version(incarnation, 0)] * config.num_fragments
         self.current = [Version(incarnation, version.outer_step) for version in held]
-        self.open_rounds: dict[int, OpenRound] = {}  # by fragment
         self._previous: list[Version | None] = list(held) if recovered else [None] * config.num_fragments
         self._merged_before = recovered.merged if recovered else [{}] * config.num_fragments
         # Of the rounds before the restart, those that are not in these values never will be.
-        closed = RoundId(incarnation, 0) if recovered else None
-        self._closed_rounds: list[RoundId | None] = [closed] * config.num_fragments
+        closed = [RoundId(incarnation, 0) if recovered else None] * config.num_fragments
+        self._pace = Pace(config)
+        self.open_rounds = OpenRounds(config, incarnation, self.members, self._pace, closed)
         self._closed_at = [0.0] * config.num_fragments  # when the round that made the current version closed
-        self._due: dict[int, int] = {}  # fragment -> outer step of its next version, oldest first
+        self._due = DueFragments(config)
+        self._ending = Ending(config, self.members, "draining" if recovered and recovered.ended else "training")
         self.has_values = recovered is not None
         self._supplier: int | None = None
         self._first_healed_at: float | None = None
-        self._finish_at: float | None = None  # when those who still train are told to stop
-        self._num_rounds = 0
-        self._pace = Pace(config)
         self._actions: list[ev.Action] = []
 
     # ------------------------------------------------------------------------------------------------ what to ask
@@ -77,9 +76,14 @@ class Rounds:
         actions, self._actions = self._actions, []
         return [*actions, ev.WaitUntil(time=self._next_deadline(now))]
 
+    @property
+    def phase(self) -> str:
+        """Training, draining (last rounds), saving or finished."""
+        return self._ending.phase
+
     def present(self, now: float) -> list[Member]:
         """Learners that are counted, asked and waited for."""
-        return [member for member in self.members.values() if member.present(now)]
+        return self.members.present(now)
 
     @property
     def effective_sync_every(self) -> float:
@@ -88,15 +92,7 @@ class Rounds:
 
     def done(self, now: float) -> bool:
         """The final values are saved, and every learner has them, took leave, or is away for too long."""
-        if self.phase != "finished":
-            return False
-        timeout = self.config.link_timeout_seconds
-        return all(
-            member.left
-            or (member.released and now - member.released_at >= timeout)
-            or (not member.linked and now - member.absent_since >= timeout)  # its release may have been lost
-            for member in self.members.values()
-        )
+        return self._ending.done(now)
 
     # ------------------------------------------------------------------------------------------- events, one by one
 
@@ -109,7 +105,7 @@ class Rounds:
                 held.version = version if version.incarnation > 0 else None
         for held in member.fragments:
             held.in_flight = None
-        self._forget_asks(member)
+        self.open_rounds.forget_asks(member.learner_id)
         if self._supplier == event.learner_id:
             self._supplier = None  # what it had sent of the values went down with the old link
         member.linked, member.stop_sent, member.released = True, False, False
@@ -137,15 +133,9 @@ class Rounds:
         if member.linked:
             member.absent_since = now
         member.linked, member.left = False, member.left or event.for_good
-        self._forget_asks(member)
+        self.open_rounds.forget_asks(member.learner_id)
         if self._supplier == event.learner_id:
             self._supplier = None
-
-    def _forget_asks(self, member: Member) -> None:
-        """What was on its way on the old link is lost: ask again on the next one, unless the answer is here."""
-        for round in self.open_rounds.values():
-            if member.learner_id not in round.answered:
-                round.asked_at.pop(member.learner_id, None)
 
     def _on_valuessupplied(self, event: ev.ValuesSupplied, now: float) -> None:
         self.has_values, self._supplier = True, None
@@ -208,20 +198,18 @@ class Rounds:
         )
 
     def _on_merged(self, event: ev.Merged, now: float) -> None:
-        for fragment_index, round in list(self.open_rounds.items()):
-            if round.id == event.round and not round.collecting:
-                previous = self.current[fragment_index]
-                self._previous[fragment_index] = previous
-                self.current[fragment_index] = Version(self.incarnation, round.outer_step)
-                self._closed_at[fragment_index] = now if round.closed_at is None else round.closed_at
-                self._closed_rounds[fragment_index] = round.id
-                for learner_id, update_id in round.participants:
-                    held = self.members[learner_id].fragments[fragment_index]
-                    held.merged_update, held.merged_version = update_id, self.current[fragment_index]
-                self._pace.round_seconds.add(now - round.opened_at)
-                if previous.outer_step > 0 and not round.final:
-                    self._pace.steps_between_merges.add(round.outer_step - previous.outer_step)
-                del self.open_rounds[fragment_index]
+        if (round := self.open_rounds.take_merged(event.round)) is None:
+            return
+        fragment_index, previous = round.fragment_index, self.current[round.fragment_index]
+        self._previous[fragment_index] = previous
+        self.current[fragment_index] = Version(self.incarnation, round.outer_step)
+        self._closed_at[fragment_index] = now if round.closed_at is None else round.closed_at
+        for learner_id, update_id in round.participants:
+            held = self.members[learner_id].fragments[fragment_index]
+            held.merged_update, held.merged_version = update_id, self.current[fragment_index]
+        self._pace.round_seconds.add(now - round.opened_at)
+        if previous.outer_step > 0 and not round.final:
+            self._pace.steps_between_merges.add(round.outer_step - previous.outer_step)
 
     def _on_acknowledged(self, event: ev.Acknowledged, now: float) -> None:
         member = self.members.get(event.learner_id)
@@ -241,8 +229,7 @@ class Rounds:
             held.version = held.in_flight = None
 
     def _on_saved(self, event: ev.Saved, now: float) -> None:
-        if self.phase == "saving":
-            self.phase = "finished"
+        self._ending.saved()
 
     # ---------------------------------------------------------------------------------------- what follows from it
 
@@ -251,12 +238,14 @@ class Rounds:
         self._open_start_gate(now)
         self._advance_clock(now)
         self._finish(now)
-        self._close_rounds(now)
-        self._open_due_rounds(now)
-        self._save_if_drained()
-        self._ask_more(now)
+        self._actions += self.open_rounds.close(now)
+        if self.phase in ("training", "draining"):
+            self.open_rounds.open_due(self._due, self.current, now, final=self.phase == "draining")
+        if not self._due and not self.open_rounds:
+            self._actions += self._ending.save()
+        self._actions += self.open_rounds.ask(now)
         self._publish()
-        self._release(now)
+        self._actions += self._ending.release(self.current, now)
 
     def _request_values(self) -> None:
         if self.has_values or self._supplier is not None:
@@ -280,120 +269,23 @@ class Rounds:
                     self._actions.append(ev.StartTraining(learner_id=member.learner_id))
 
     def _advance_clock(self, now: float) -> None:
-        steps = sorted((member.global_step for member in self.present(now)), reverse=True)
-        if not steps or self.phase != "training":
+        pace_setter = self.members.pace_setter(now)
+        if pace_setter is None or self.phase != "training":
             return
-        old, new = self.outer_step, steps[min(self.config.min_quorum, len(steps)) - 1]
-        every, fragments = self.config.sync_every, self.config.num_fragments
-        for step in range(max(old + 1, new - every + 1), new + 1):
-            for fragment_index in range(fragments):
-                if step % every == fragment_index * every // fragments:
-                    self._due[fragment_index] = step  # if it is queued already, it keeps its place
-        self.outer_step = max(old, new)
-        self._hasten_for_leaving(now)
+        self._due.advance(self.outer_step, pace_setter.global_step)
+        self.outer_step = max(self.outer_step, pace_setter.global_step)
+        self._due.hasten(self.present(now), self.open_rounds, self.outer_step)
 
-    def _hasten_for_leaving(self, now: float) -> None:
-        """Who is about to leave does not wait for its fragments' turns."""
-        for member in self.present(now):
-            for fragment_index in member.to_merge - self._due.keys() - self.open_rounds.keys():
-                if member.may_be_asked(fragment_index):
-                    self._due[fragment_index] = self.outer_step
-
-    def _close_rounds(self, now: float) -> None:
-        present = {member.learner_id for member in self.present(now)}
-        for round in list(self.open_rounds.values()):
-            if not round.collecting:
-                continue
-            expected = present | self._may_return(now) if round.final else present & round.asked_at.keys()
-            waiting = expected - round.answered
-            if waiting and not round.final:
-                needed = min(self.config.min_quorum, len(expected))
-                if round.quorum_at is None and len(round.participants) >= max(needed, 1):
-                    round.quorum_at = now
-                    round.grace_seconds = self._grace(waiting, now)
-                    self._pace.quorum_seconds.add(now - round.opened_at)
-                if round.quorum_at is None or now < round.quorum_at + round.grace_seconds:
-                    continue
-            elif waiting:
-                continue
-            self._close(round, now)
-
-    def _grace(self, waiting: set[int], now: float) -> float:
-        members = [self.members[learner_id] for learner_id in waiting]
-        slowest = max(member.step_seconds + member.return_trip_seconds.get(member.step_seconds) for member in members)
-        return self._pace.grace_seconds(step_seconds=self._pace_seconds(now), slowest_seconds=slowest)
-
-    def _close(self, round: OpenRound, now: float) -> None:
-        fragment_index = round.fragment_index
-        round.closed_at = now
-        unanswered = tuple(sorted(self._linked(round.asked_at.keys() - round.answered)))
-        if unanswered:
-            self._actions.append(ev.CloseRound(learner_ids=unanswered, round=round.id, fragment_index=fragment_index))
-        if not round.participants:
-            self._closed_rounds[fragment_index] = round.id
-            del self.open_rounds[fragment_index]
-            self._actions.append(ev.DiscardRound(round=round.id, fragment_index=fragment_index))
-            return
-        quorum_at = round.quorum_at if round.quorum_at is not None else now
-        if round.quorum_at is None:
-            self._pace.quorum_seconds.add(now - round.opened_at)
-        self._actions.append(
-            ev.MergeRound(
-                round=round.id,
-                fragment_index=fragment_index,
-                version=Version(self.incarnation, round.outer_step),
-                participants=tuple(round.participants),
-                num_asked=len(round.asked_at),
-                quorum_seconds=quorum_at - round.opened_at,
-                grace_seconds=now - quorum_at,
-            )
-        )
-
-    def _open_due_rounds(self, now: float) -> None:
-        if self.phase not in ("training", "draining"):
-            return
-        final = self.phase == "draining"
-        limit = self._pace.most_open_rounds(self._pace_seconds(now))
-        present = self.present(now)
-        for fragment_index, outer_step in list(self._due.items()):
-            if len(self.open_rounds) >= limit:
-                return
-            if fragment_index in self.open_rounds:
-                continue
-            if final and not present and not self._may_return(now):
-                del self._due[fragment_index]  # nobody is left who could have something to merge
-            elif final or any(member.may_be_asked(fragment_index) for member in present):
-                del self._due[fragment_index]
-                self._num_rounds += 1
-                round_id = RoundId(self.incarnation, self._num_rounds)
-                outer_step = max(outer_step, self.current[fragment_index].outer_step + 1)
-                self.open_rounds[fragment_index] = OpenRound(round_id, fragment_index, outer_step, now, final)
-
-    def _ask_more(self, now: float) -> None:
-        present = self.present(now)
-        for round in self.open_rounds.values():
-            if not round.collecting:
-                continue
-            learner_ids = tuple(
-                member.learner_id
-                for member in present
-                if member.learner_id not in round.asked_at
-                and member.learner_id not in round.answered
-                and member.may_be_asked(round.fragment_index)
-            )
-            if learner_ids:
-                round.asked_at.update(dict.fromkeys(learner_ids, now))
-                for learner_id in learner_ids:
-                    held = self.members[learner_id].fragments[round.fragment_index]
-                    held.asked_round, held.asked_at = round.id, now
-                self._actions.append(
-                    ev.AskUpdates(learner_ids=learner_ids, round=round.id, fragment_index=round.fragment_index)
-                )
+    def _finish(self, now: float) -> None:
+        self._actions += self._ending.stop_stragglers(now)
+        if self.started and self._ending.begins_to_drain(now):
+            self.outer_step += 1
+            self._due.all_at(self.outer_step)
 
     def _publish(self) -> None:
         if not self.has_values:
             return
-        merging = {index for index, round in self.open_rounds.items() if not round.collecting}
+        merging = self.open_rounds.merging()
         for fragment_index, current in enumerate(self.current):
             if fragment_index in merging:
                 continue  # the next value is moments away, and may have taken the place of this one already
@@ -421,92 +313,15 @@ class Rounds:
                 version=self.current[fragment_index],
                 base=base,
                 merged_updates=tuple((who, held.merged_update) for who, held in merged if held.merged_update),
-                closed_round=self._closed_rounds[fragment_index],
+                closed_round=self.open_rounds.last_closed[fragment_index],
             )
         )
-
-    # --------------------------------------------------------------------------------------------------- finishing
-
-    def _finish(self, now: float) -> None:
-        self._stop_stragglers(now)
-        if self.phase == "training" and self._all_finished(now):
-            self.phase = "draining"
-            self.outer_step += 1
-            self._due = dict.fromkeys(range(self.config.num_fragments), self.outer_step)
-
-    def _save_if_drained(self) -> None:
-        if self.phase == "draining" and not self._due and not self.open_rounds:
-            self.phase = "saving"
-            self._actions.append(ev.SaveFinal())
-
-    def _stop_stragglers(self, now: float) -> None:
-        if self._finish_at is None and any(member.finished for member in self.present(now)):
-            self._finish_at = now + self.config.finish_wait_seconds
-        if self.phase != "training" or (self._finish_at is not None and now >= self._finish_at):
-            for member in self.members.values():
-                if member.linked and member.training and not member.finished and not member.stop_sent:
-                    member.stop_sent = True
-                    self._actions.append(ev.StopTraining(learner_id=member.learner_id))
-
-    def _all_finished(self, now: float) -> bool:
-        """Everybody who is here waits for the final values; who is away has been so for too long, or took leave."""
-        if not self.started or not self.members or self._may_return(now):
-            return False
-        if all(member.left for member in self.members.values()):
-            return True
-        if self._finish_at is None:  # nobody has finished: those who are away may still come back
-            return False
-        if now >= self._finish_at:
-            return all(member.finished for member in self.present(now))
-        training = [member for member in self.members.values() if member.linked and member.training]
-        return bool(training) and all(member.finished for member in training)  # also those who are idle for now
-
-    def _may_return(self, now: float) -> set[int]:
-        """Learners whose link was lost so lately that the end of the run waits for them."""
-        timeout = self.config.link_timeout_seconds
-        return {
-            member.learner_id
-            for member in self.members.values()
-            if not member.linked and not member.left and member.training and now < member.absent_since + timeout
-        }
-
-    def _release(self, now: float) -> None:
-        if self.phase != "finished":
-            return
-        for member in self.members.values():
-            versions = [held.version for held in member.fragments]
-            if member.linked and not member.released and versions == self.current:
-                member.released, member.released_at = True, now
-                self._actions.append(ev.Release(learner_id=member.learner_id))
-
-    # ------------------------------------------------------------------------------------------------------ helpers
-
-    def _linked(self, learner_ids: set[int]) -> set[int]:
-        return {learner_id for learner_id in learner_ids if self.members[learner_id].linked}
 
     def _num_in_flight(self, member: Member) -> int:
         return sum(held.in_flight is not None for held in member.fragments)
 
-    def _pace_seconds(self, now: float) -> float:
-        """Inner step time of the learner that sets the pace."""
-        present = sorted(self.present(now), key=lambda member: -member.global_step)
-        return present[min(self.config.min_quorum, len(present)) - 1].step_seconds if present else 1.0
-
     def _next_deadline(self, now: float) -> float | None:
-        deadlines = [
-            round.quorum_at + round.grace_seconds
-            for round in self.open_rounds.values()
-            if round.collecting and round.quorum_at is not None
-        ]
+        deadlines = self.open_rounds.deadlines() + self._ending.deadlines() + self.members.deadlines()
         if not self.started and self._first_healed_at is not None:
             deadlines.append(self._first_healed_at + self.config.start_timeout_seconds)
-        if self._finish_at is not None and self.phase == "training":
-            deadlines.append(self._finish_at)
-        for member in self.members.values():
-            if (idle_at := member.idle_at()) is not None and member.linked:
-                deadlines.append(idle_at)
-            if not member.linked and not member.left:
-                deadlines.append(member.absent_since + self.config.link_timeout_seconds)
-            if member.released and not member.left:
-                deadlines.append(member.released_at + self.config.link_timeout_seconds)
         return min((deadline for deadline in deadlines if deadline > now), default=None)

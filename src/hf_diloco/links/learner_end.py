@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_diloco.core.messages import Message, from_wire, to_wire
+from hf_diloco.core.message_json import from_wire, to_wire
+from hf_diloco.core.messages import Message
 from hf_diloco.errors import AuthenticationError, LearnerRefusedError, MessageError, UnsupportedError
 from hf_diloco.links.base import LinkDown, LinkEvent, LinkUp, check_payload
 from hf_diloco.links.buffers import BufferPool

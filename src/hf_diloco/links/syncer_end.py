@@ -14,14 +14,16 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_diloco.core.messages import Message, from_wire, to_wire
-from hf_diloco.errors import ConfigError, MessageError, UnsupportedError
+from hf_diloco.core.message_json import from_wire, to_wire
+from hf_diloco.core.messages import Message
+from hf_diloco.errors import MessageError, UnsupportedError
 from hf_diloco.links import handshake
 from hf_diloco.links.base import LinkDown, LinkEvent, LinkUp, check_payload
 from hf_diloco.links.buffers import BufferPool
 from hf_diloco.links.channel import Channel
 from hf_diloco.links.children import Child, require_linux
 from hf_diloco.links.inbox import Inbox
+from hf_diloco.links.listening import join_address, listen
 from hf_diloco.links.loop import Loop, tick_seconds
 from hf_diloco.links.received import LentReceived
 from hf_diloco.links.token import read_token
@@ -29,7 +31,6 @@ from hf_diloco.links.token import read_token
 logger = logging.getLogger(__name__)
 
 _START_SECONDS = 120.0  # importing torch from a cold network disk takes its time
-_BIND_SECONDS = 5.0  # the door of a syncer that was killed lets go of the port within moments
 _LEAVE_SECONDS = 0.5
 _RESTART_SECONDS = 0.2
 _MAX_LINKS = 1024  # each costs two processes' worth of descriptors and some megabytes
@@ -79,7 +80,7 @@ class RpcSyncerLinks:
         require_linux()
         self._listen, self._timeout = (listen_host, listen_port), link_timeout_seconds
         self._secret, self._certificate = read_token(token).secret, certificate
-        self.address = _join(listen_host, listen_port)
+        self.address = join_address(listen_host, listen_port)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._inbox = Inbox()
@@ -103,8 +104,8 @@ class RpcSyncerLinks:
         """
         if self._loop is not None or self._is_over:
             return
-        self._listener = _listen(*self._listen)
-        self.address = _join(self._listen[0], self._listener.getsockname()[1])
+        self._listener = listen(*self._listen)
+        self.address = join_address(self._listen[0], self._listener.getsockname()[1])
         self._loop, self._pool = Loop(), BufferPool()
         self._start_door()
         self._start_zygote()
@@ -387,22 +388,3 @@ class RpcSyncerLinks:
                 link.channel.post({"op": "tick"})
                 if time.monotonic() - link.channel.heard > self._timeout:
                     self._end(link, f"the gateway process has not moved for {self._timeout:g} s")
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    deadline = time.monotonic() + _BIND_SECONDS
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    while True:
-        try:
-            return socket.create_server((host, port), family=family, backlog=128)
-        except OSError as error:
-            if error.errno != 98 or port == 0 or time.monotonic() > deadline:  # EADDRINUSE
-                raise ConfigError(
-                    f"cannot listen at {_join(host, port)}: {error.strerror}. Choose a free port (0: any) and an "
-                    "address of this machine (0.0.0.0: all of them)."
-                ) from error
-            time.sleep(0.1)

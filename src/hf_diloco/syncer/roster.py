@@ -11,7 +11,8 @@ from typing import Any
 import hf_diloco
 from hf_diloco.config import DEFAULT_NUM_FRAGMENTS, SyncerConfig, config_from_dict, config_to_dict
 from hf_diloco.core.fragments import FragmentLayout, first_difference, most_fragments
-from hf_diloco.core.messages import Hello, Progress, from_wire, to_wire
+from hf_diloco.core.message_json import from_wire, to_wire
+from hf_diloco.core.messages import Hello, Progress, Welcome
 from hf_diloco.errors import ConfigError
 
 _RATE_SECONDS = 2.0
@@ -69,6 +70,22 @@ class Terms:
         assert isinstance(hello, Hello)
         layout = FragmentLayout.build(dict(hello.shapes), config.num_fragments, hello.averaged)
         return cls(config, layout, hello, int(values["learner_id"]))
+
+    def welcome(self, incarnation: int, outer_step: int) -> Welcome:
+        """What a learner is told that is let in, by this incarnation of the syncer at this outer step."""
+        config = self.config
+        assert config.total_steps is not None
+        return Welcome(
+            incarnation=incarnation,
+            num_fragments=config.num_fragments,
+            sync_every=config.sync_every,
+            outer_step=outer_step,
+            total_steps=config.total_steps,
+            on_arrival=config.on_arrival,
+            local_mix=config.local_mix,
+            wire_format=config.wire_format,
+            averaged=self.hello.averaged,
+        )
 
     def objection(self, hello: Hello) -> str | None:
         """Why a learner that says this may not join, with the remedy; None if it may."""

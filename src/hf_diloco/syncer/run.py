@@ -14,13 +14,11 @@ from torch import Tensor
 
 from hf_diloco.core import events as ev
 from hf_diloco.core import messages as ms
-from hf_diloco.core.merge import MergeAccumulator, token_weight
 from hf_diloco.core.rounds import Rounds
-from hf_diloco.errors import DiLoCoError, MessageError
+from hf_diloco.errors import DiLoCoError
 from hf_diloco.links.base import SyncerLinks
 from hf_diloco.syncer.donations import Donations
 from hf_diloco.syncer.history import History
-from hf_diloco.syncer.inspection import Inspector
 from hf_diloco.syncer.joint import JointCheckpoints
 from hf_diloco.syncer.ledger import Ledger
 from hf_diloco.syncer.restart import Restart
@@ -31,11 +29,11 @@ from hf_diloco.syncer.saver import Saver
 from hf_diloco.syncer.state import GlobalState
 from hf_diloco.syncer.supply import Supply
 from hf_diloco.syncer.tape import Tape
+from hf_diloco.syncer.updates import Updates
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05  # for the thread that writes a checkpoint
-_START_OVER_AFTER = 3  # refused updates in a row: the learner gets the global parameters anew
 
 
 class Run:
@@ -71,13 +69,9 @@ class Run:
         self._links, self._tape = links, tape
         self._linked: set[int] = set()  # let in, and not gone since
         self._known: set[int] = set()  # let in, and not left for good
-        self._sums: dict[ms.RoundId, MergeAccumulator] = {}
-        self._taken: dict[ms.RoundId, list[dict[str, Any]]] = {}  # participants, as the tape will show them
-        self._update: tuple[ms.Update, Tensor | None] | None = None  # the answer being handled, decoded
+        self._updates = Updates(self.state, links, tape, self.ledger, lambda: self.outer_step)
         self._readers: dict[str, int] = {}  # digest of the first batches -> learner that read them
         self._events: deque[ev.Event] = deque()
-        self._inspector = Inspector(terms.layout)
-        self._refused_in_a_row: dict[int, int] = {}  # by learner
         self._restart = self._resume(*saved) if saved is not None else None
         self._joint = JointCheckpoints(terms.config.save_every, self.rounds.outer_step)
         earlier = saved[0].checkpoint.path if saved is not None else None
@@ -109,7 +103,7 @@ class Run:
         self._known.add(learner_id)
         logger.info("[syncer · step %d] learner %d (%s) is here", self.outer_step, learner_id, hello.host)
         self._tape.write("join", learner_id=learner_id, incarnation=hello.incarnation, host=hello.host)
-        self._links.send([learner_id], self._welcome())
+        self._links.send([learner_id], self.terms.welcome(self.rounds.incarnation, self.outer_step))
         self.dispatch(_joined(learner_id, hello))
 
     def leave(self, learner_id: int, reason: str, *, for_good: bool) -> None:
@@ -137,7 +131,8 @@ class Run:
         if isinstance(message, ms.Progress):
             self._on_progress(learner_id, message)
         elif isinstance(message, ms.Update):
-            self._on_update(learner_id, message, payload)
+            self.dispatch(self._updates.arrive(learner_id, message, payload))
+            self._updates.let_go()
         elif isinstance(message, ms.Applied):
             self._on_applied(learner_id, message)
         elif isinstance(message, ms.NeedFull):
@@ -161,21 +156,6 @@ class Run:
         elif self.supply.take(learner_id, message, payload, self.state):
             self._tape.write("values", learner_id=learner_id, digests=self.state.digests)
             self._saver.begin(self._facts())  # nobody trains before a syncer that dies could go on from it
-
-    def _welcome(self) -> ms.Welcome:
-        config = self.terms.config
-        assert config.total_steps is not None
-        return ms.Welcome(
-            incarnation=self.rounds.incarnation,
-            num_fragments=config.num_fragments,
-            sync_every=config.sync_every,
-            outer_step=self.outer_step,
-            total_steps=config.total_steps,
-            on_arrival=config.on_arrival,
-            local_mix=config.local_mix,
-            wire_format=config.wire_format,
-            averaged=self.terms.hello.averaged,
-        )
 
     def _on_progress(self, learner_id: int, message: ms.Progress) -> None:
         self.ledger.account(learner_id).report(message)
@@ -212,45 +192,6 @@ class Run:
         self._tape.write("warning", learner_ids=[other, learner_id], text=text)
         self._links.send([other, learner_id], ms.Notice(text=text))
 
-    def _on_update(self, learner_id: int, message: ms.Update, payload: Tensor | None) -> None:
-        if message.steps < 0 or message.tokens < 0:
-            raise MessageError(f"an update cannot have {message.steps} steps and {message.tokens} tokens")
-        refused, shipped = None, None
-        if message.steps > 0:
-            shipped, refused = self._inspector.inspect(message, payload)
-        if refused:
-            self._refuse_update(learner_id, message, refused)
-        elif message.steps > 0:
-            self._refused_in_a_row[learner_id] = 0
-        self._update = (message, shipped)
-        self.dispatch(
-            ev.Answered(
-                learner_id=learner_id,
-                round=message.round,
-                fragment_index=message.fragment_index,
-                update_id=message.update_id,
-                steps=message.steps,
-                weight=token_weight(message.tokens, message.steps),
-                anchor=message.anchor,
-                held_seconds=message.held_seconds,
-                refused=refused is not None,
-            )
-        )
-
-    def _refuse_update(self, learner_id: int, message: ms.Update, reason: str) -> None:
-        self.ledger.account(learner_id).num_refused += 1
-        in_a_row = self._refused_in_a_row.get(learner_id, 0) + 1
-        start_over = in_a_row >= _START_OVER_AFTER
-        self._refused_in_a_row[learner_id] = 0 if start_over else in_a_row
-        logger.warning("[syncer · step %d] update of learner %d refused: %s", self.outer_step, learner_id, reason)
-        self._tape.write(
-            "refusal", learner_id=learner_id, update_id=message.update_id, reason=reason, start_over=start_over
-        )
-        refused = ms.UpdateRefused(
-            round=message.round, fragment_index=message.fragment_index, reason=reason, start_over=start_over
-        )
-        self._links.send([learner_id], refused)
-
     def _on_applied(self, learner_id: int, message: ms.Applied) -> None:
         if not 0 <= message.fragment_index < len(self.rounds.current):
             return
@@ -274,7 +215,6 @@ class Run:
             protocol = self._restart or self.rounds
             for action in protocol.handle(self._events.popleft(), time.monotonic()):
                 self._perform(action)
-        self._update = None
 
     def _perform(self, action: ev.Action) -> None:
         if isinstance(action, ev.WaitUntil):
@@ -285,7 +225,7 @@ class Run:
             ask = ms.Ask(round=action.round, fragment_index=action.fragment_index)
             self._links.send(list(action.learner_ids), ask)
         elif isinstance(action, ev.AcceptUpdate):
-            self._accept(action)
+            self._updates.accept(action)
         elif isinstance(action, ev.RejectUpdate):
             self.ledger.account(action.learner_id).num_late += 1
             logger.debug("[syncer] update of learner %d not merged: %s", action.learner_id, action.reason)
@@ -295,10 +235,9 @@ class Run:
             closed = ms.RoundClosed(round=action.round, fragment_index=action.fragment_index)
             self._links.send(list(action.learner_ids), closed)
         elif isinstance(action, ev.MergeRound):
-            self._merge(action)
+            self._events.append(self._updates.merge(action))
         elif isinstance(action, ev.DiscardRound):
-            self._sums.pop(action.round, None)
-            self._taken.pop(action.round, None)
+            self._updates.discard(action.round)
         else:
             self._perform_on_learner(action)
 
@@ -341,46 +280,6 @@ class Run:
             "[syncer · step %d] recovered: %d of %d fragments were handed back by learners",
             recovered.outer_step, restart.num_handed_back, len(recovered.held),
         )  # fmt: skip
-
-    def _accept(self, action: ev.AcceptUpdate) -> None:
-        assert self._update is not None
-        message, shipped = self._update
-        assert shipped is not None
-        index = message.fragment_index
-        if action.round not in self._sums:
-            self._sums[action.round] = self.state.new_accumulator(index)
-        pseudogradient = self.state.pseudogradient(index, shipped, stale_anchor=action.stale_anchor)
-        self._sums[action.round].add(pseudogradient, action.weight)
-        self._taken.setdefault(action.round, []).append(
-            {"learner_id": action.learner_id, "update_id": message.update_id, "steps": message.steps,
-             "tokens": message.tokens, "weight": action.weight, "norm": float(pseudogradient.norm())}
-        )  # fmt: skip
-
-    def _merge(self, action: ev.MergeRound) -> None:
-        started = time.monotonic()
-        participants = self._taken.pop(action.round)
-        merged = self._sums.pop(action.round).result()
-        with self.state.lock:  # no checkpoint between the merge and its line
-            self.state.merge(action.fragment_index, merged, action.version, dict(action.participants))
-            self._tape.write(
-                "round",
-                durable=True,  # who was merged must be known before anybody learns the result
-                round=list(action.round),
-                fragment_index=action.fragment_index,
-                version=list(action.version),
-                digest=self.state.digests[action.fragment_index],
-                participants=participants,
-                num_asked=action.num_asked,
-                quorum_seconds=round(action.quorum_seconds, 4),
-                grace_seconds=round(action.grace_seconds, 4),
-                merge_seconds=round(time.monotonic() - started, 4),
-            )
-        self.ledger.add_merge(participants)
-        logger.info(
-            "[syncer · step %d] fragment %d merged from learners %s",
-            self.outer_step, action.fragment_index, self.ledger.last_participants,
-        )  # fmt: skip
-        self._events.append(ev.Merged(round=action.round))
 
     def _publish(self, action: ev.Publish) -> None:
         payload, wire_format = self.state.payload(action.fragment_index, full=action.base is None)
