@@ -7,7 +7,7 @@ import signal
 import threading
 
 import pytest
-from test_transformers_callback import ScriptedLearner
+from scripted import ScriptedLearner
 from trainers import make_trainer, plugin
 from transformers import TrainerCallback
 

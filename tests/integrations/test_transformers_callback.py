@@ -8,7 +8,6 @@ import weakref
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import nn
 from trainers import NUM_SAMPLES, Recorder, make_model, make_trainer, plugin
 from transformers import (
     EarlyStoppingCallback,
@@ -20,81 +19,9 @@ from transformers import (
 )
 
 from hf_diloco.errors import DiLoCoWarning, LearnerRefusedError, UnsupportedError
-from hf_diloco.integrations import membership
-from hf_diloco.integrations.schedules import follow
 from hf_diloco.integrations.transformers import DiLoCoCallback
 
 pytestmark = pytest.mark.fast
-
-
-class ScriptedLearner:
-    """Stands for Learner: jumps the clock and ends the run where the test says."""
-
-    instances: list["ScriptedLearner"] = []  # noqa: RUF012
-    starts_at, jumps, ends_at, finishes, join_error = 0, {}, None, True, None
-
-    def __init__(self, parameters, plugin, *, total_steps, steps_from_epochs, files, optimizer, link):
-        self.optimizer = optimizer
-        self.parameters, self.total_steps, self.files, self.link = parameters, total_steps, files, link
-        self.steps_from_epochs = steps_from_epochs
-        self.calls, self.tokens, self.losses, self.digests, self.global_step = [], [], [], [], 0
-        self.instances.append(self)
-
-    def join(self, *, interrupted):
-        self.calls.append("join")
-        if self.join_error:
-            raise self.join_error
-        self.global_step = self.starts_at
-        return not interrupted()
-
-    def step(self, tokens, *, loss=None, data_digest=None):
-        self.tokens.append(tokens)
-        self.losses.append(loss)
-        self.digests.append(data_digest)
-        self.global_step = max(self.global_step + 1, self.jumps.get(len(self.tokens), 0))
-        return self.global_step < (self.ends_at or self.total_steps)
-
-    def _fill(self):
-        with torch.no_grad():
-            for parameter in self.parameters._trainable.values():
-                parameter.fill_(0.25)
-
-    def finish(self, *, interrupted):
-        self.calls.append("finish")
-        finishes = self.finishes and not interrupted()
-        if finishes:
-            self._fill()
-        return finishes
-
-    def restore(self):
-        self.calls.append("restore")
-        self._fill()
-
-    def starts_over(self):
-        return False
-
-    def take_save_wanted(self):
-        return None
-
-    def leave(self, reason, *, drain_seconds, for_good):
-        self.calls.append(f"leave: {reason}" if for_good else f"away: {reason}")
-
-    def close(self):
-        self.calls.append("close")
-
-
-@pytest.fixture(autouse=True)
-def _no_environment(monkeypatch):
-    for name in ("SYNCER", "LEARNER_ID", "NUM_SHARDS", "TOKEN", "TOKEN_FILE"):
-        monkeypatch.delenv(f"HF_DILOCO_{name}", raising=False)
-
-
-@pytest.fixture
-def scripted(monkeypatch):
-    """A fresh ScriptedLearner class in the place of Learner."""
-    script = type("Script", (ScriptedLearner,), {"instances": []})
-    monkeypatch.setattr(membership, "Learner", script)
-    return script
 
 
 def holds_global(model):
@@ -244,66 +171,6 @@ def test_who_begins_in_mid_run_reads_in_another_order_and_who_resumes_in_the_sam
         assert all(map(torch.equal, whole[:16], going_on))
         epoch = [row.tolist() for batch in whole[10:20] for row in batch]
         assert sorted(epoch) == sorted(row.tolist() for batch in whole[:10] for row in batch), "each example once"
-
-
-# ------------------------------------------------------------------------------------------ learning rate and the clock
-
-SCHEDULES = [
-    ("linear", {}),
-    ("cosine", {}),
-    ("warmup_stable_decay", {"num_decay_steps": 6}),
-    ("cosine_with_restarts", {"num_cycles": 3}),
-    ("polynomial", {}),
-    ("inverse_sqrt", {}),
-]
-
-
-def schedule(kind, options):
-    return {"lr_scheduler_type": kind, "lr_scheduler_kwargs": options, "warmup_steps": 4, "max_steps": 24}
-
-
-@pytest.mark.parametrize(("kind", "options"), SCHEDULES)
-def test_the_learning_rate_is_that_of_the_global_step(tmp_path, scripted, kind, options):
-    whole = Recorder()
-    make_trainer(tmp_path, whole, **schedule(kind, options)).train()
-    rates = [whole.first_rate, *whole.rates]  # by number of steps done
-    scripted.starts_at, scripted.jumps = 7, {3: 13, 5: 14}
-    late = Recorder()
-    make_trainer(tmp_path, DiLoCoCallback(plugin()), late, **schedule(kind, options)).train()
-    assert late.first_rate == rates[7]
-    assert late.rates == [rates[step] for step in (8, 9, 13, 14, *range(15, 25))]
-    assert len(set(late.rates)) > 5
-
-
-@pytest.mark.parametrize("make", [
-    lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=24),
-    lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=1e-2, total_steps=25),
-    lambda opt: torch.optim.lr_scheduler.SequentialLR(
-        opt,
-        [torch.optim.lr_scheduler.LinearLR(opt, 0.1, total_iters=4), torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)],
-        milestones=[4],
-    ),
-])  # fmt: skip
-def test_schedulers_of_torch_follow_step_by_step(make):
-    def rates(steps):
-        optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-3)
-        scheduler = make(optimizer)
-        for step in steps:
-            follow(scheduler, step)
-        return optimizer.param_groups[0]["lr"]
-
-    assert rates([7, 13, 13, 14]) == pytest.approx(rates(range(15)), rel=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy"])
-def test_a_schedule_that_cannot_jump_is_warned_about_once(tmp_path, scripted, kind):
-    scripted.starts_at, scripted.jumps = 3, {1: 5}
-    trainer = make_trainer(
-        tmp_path, DiLoCoCallback(plugin()), lr_scheduler_type=kind, eval_strategy="steps", eval_steps=1
-    )
-    with pytest.warns(DiLoCoWarning, match="follows this learner's own metrics"):
-        trainer.train()
-    trainer.train()  # a second warning would be an error
 
 
 # -------------------------------------------------------------------------------------------------------------- the end

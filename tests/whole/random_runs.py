@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_in_process_run import SECONDS, leave_at, parameters, train
+from in_process_world import SECONDS, leave_at, parameters, train
 from test_restarts import RestartWorld, check_tape
 
 from hf_diloco.links.in_process import Weather

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_in_process_run import World, make_model
+from in_process_world import World, make_model
 from torch import nn
 
 from hf_diloco import DiLoCoPlugin

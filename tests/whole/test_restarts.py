@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_in_process_run import SECONDS, World, make_model, parameters, train
+from in_process_world import SECONDS, World, make_model, parameters, train
 
 from hf_diloco import SyncerConfig
 from hf_diloco.core.messages import Version

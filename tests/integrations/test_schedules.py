@@ -1,0 +1,69 @@
+"""Learning rates follow the global step."""
+
+import pytest
+import torch
+from torch import nn
+from trainers import Recorder, make_trainer, plugin
+
+from hf_diloco.errors import DiLoCoWarning
+from hf_diloco.integrations.schedules import follow
+from hf_diloco.integrations.transformers import DiLoCoCallback
+
+pytestmark = pytest.mark.fast
+
+SCHEDULES = [
+    ("linear", {}),
+    ("cosine", {}),
+    ("warmup_stable_decay", {"num_decay_steps": 6}),
+    ("cosine_with_restarts", {"num_cycles": 3}),
+    ("polynomial", {}),
+    ("inverse_sqrt", {}),
+]
+
+
+def schedule(kind, options):
+    return {"lr_scheduler_type": kind, "lr_scheduler_kwargs": options, "warmup_steps": 4, "max_steps": 24}
+
+
+@pytest.mark.parametrize(("kind", "options"), SCHEDULES)
+def test_the_learning_rate_is_that_of_the_global_step(tmp_path, scripted, kind, options):
+    whole = Recorder()
+    make_trainer(tmp_path, whole, **schedule(kind, options)).train()
+    rates = [whole.first_rate, *whole.rates]  # by number of steps done
+    scripted.starts_at, scripted.jumps = 7, {3: 13, 5: 14}
+    late = Recorder()
+    make_trainer(tmp_path, DiLoCoCallback(plugin()), late, **schedule(kind, options)).train()
+    assert late.first_rate == rates[7]
+    assert late.rates == [rates[step] for step in (8, 9, 13, 14, *range(15, 25))]
+    assert len(set(late.rates)) > 5
+
+
+@pytest.mark.parametrize("make", [
+    lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=24),
+    lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=1e-2, total_steps=25),
+    lambda opt: torch.optim.lr_scheduler.SequentialLR(
+        opt,
+        [torch.optim.lr_scheduler.LinearLR(opt, 0.1, total_iters=4), torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)],
+        milestones=[4],
+    ),
+])  # fmt: skip
+def test_schedulers_of_torch_follow_step_by_step(make):
+    def rates(steps):
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-3)
+        scheduler = make(optimizer)
+        for step in steps:
+            follow(scheduler, step)
+        return optimizer.param_groups[0]["lr"]
+
+    assert rates([7, 13, 13, 14]) == pytest.approx(rates(range(15)), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy"])
+def test_a_schedule_that_cannot_jump_is_warned_about_once(tmp_path, scripted, kind):
+    scripted.starts_at, scripted.jumps = 3, {1: 5}
+    trainer = make_trainer(
+        tmp_path, DiLoCoCallback(plugin()), lr_scheduler_type=kind, eval_strategy="steps", eval_steps=1
+    )
+    with pytest.warns(DiLoCoWarning, match="follows this learner's own metrics"):
+        trainer.train()
+    trainer.train()  # a second warning would be an error
