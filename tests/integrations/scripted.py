@@ -52,6 +52,9 @@ class ScriptedLearner:
     def take_save_wanted(self):
         return None
 
+    def metrics(self):
+        return {}
+
     def leave(self, reason, *, drain_seconds, for_good):
         self.calls.append(f"leave: {reason}" if for_good else f"away: {reason}")
 

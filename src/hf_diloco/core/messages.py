@@ -303,6 +303,7 @@ class Publication:
     digest: str  # of the value after applying
     merged_updates: tuple[tuple[int, str], ...]  # by learner_id: its last update merged into this fragment
     closed_round: RoundId | None  # newest closed round of this fragment: an older unmerged update never will be
+    num_participants: int = 0  # learners in the syncer's last merge
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -172,10 +172,21 @@ class DiLoCoCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Remember the training loss, for the syncer's table."""
-        loss = (logs or {}).get("loss")
+        """Add to the logs what this learner knows of the run; remember the training loss, for the syncer's table."""
+        member = self._membership
+        if member is None or logs is None:
+            return
+        loss = logs.get("loss")
         if isinstance(loss, int | float) and math.isfinite(loss):
             self._loss = float(loss)
+        added: dict[str, float] = {}
+        if "loss" in logs or "train_loss" in logs:
+            added = member.learner.metrics()
+        elif any(name.endswith("_runtime") for name in logs):  # an evaluation
+            added = {"eval_of_global_model": int(member.holds_global)}
+        logs.update(added)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(added)  # Trainer has copied the logs before this event
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

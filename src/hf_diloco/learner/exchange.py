@@ -93,6 +93,10 @@ class Exchange:
         self.fatal: Exception | None = None
         self.notices: list[str] = []
         self.from_peers: deque[tuple[ms.StateMessage, Tensor | None]] = deque()  # of donors and recipients
+        self.newest_outer_step = 0  # of all values that were published to this learner
+        self.num_participants = 0  # learners in the syncer's last merge
+        self.bytes_sent = 0  # payloads
+        self.bytes_received = 0
         self.steps_done = 0  # kept by the training thread, for the limit of carried progress
         self._steps_at_link = 0
         self._learner_id, self._incarnation, self._link = learner_id, incarnation, link
@@ -128,6 +132,9 @@ class Exchange:
 
     def send(self, message: ms.Message, payload: Tensor | None = None) -> None:
         """Queue a message on the link."""
+        if payload is not None:
+            with self.lock:
+                self.bytes_sent += payload.numel() if self.linked else 0
         self._link.send(message, payload)
 
     def last_error(self) -> str | None:
@@ -141,7 +148,7 @@ class Exchange:
     def confirm(self, applied: ms.Applied, live: Snapshot | None) -> None:
         """Tell the syncer that a publication is in the model; with ``live``, the digest is taken from that."""
         if live is None:
-            self._link.send(applied)
+            self.send(applied)
         else:
             self._work.put((applied, live))
 
@@ -173,7 +180,7 @@ class Exchange:
     def _send_snapshot(self, message: ms.Applied | ms.WantPiece, snapshot: Snapshot) -> None:
         content = snapshot.result()
         if isinstance(message, ms.Applied):
-            self._link.send(replace(message, digest=digest(content)))
+            self.send(replace(message, digest=digest(content)))
             return
         piece = ms.StatePiece(
             donor_id=message.donor_id,
@@ -185,7 +192,7 @@ class Exchange:
             "[learner %d] piece %d of its optimizer state for learner %d: %s",
             self._learner_id, piece.piece_index, piece.recipient_id, piece.digest,
         )  # fmt: skip
-        self._link.send(piece, content)
+        self.send(piece, content)
 
     def _fail(self, error: Exception) -> None:
         with self.changed:
@@ -208,7 +215,7 @@ class Exchange:
                 self._steps_at_link = self.steps_done  # what was done without a link could not be merged: it is kept
                 for local in self.fragments:  # the Hello says what is in the model; the syncer sends the rest again
                     local.ready = None
-                self._link.send(self._hello())
+                self.send(self._hello())
             elif event.fatal is not None:
                 self._fail(event.fatal)
             else:
@@ -221,6 +228,8 @@ class Exchange:
             self.changed.notify_all()
 
     def _on_message(self, message: ms.Message, payload: Tensor | None) -> None:
+        if payload is not None:
+            self.bytes_received += payload.numel()
         if isinstance(message, ms.Publication):
             self._on_publication(message, payload)
             return
@@ -305,13 +314,15 @@ class Exchange:
         local = self.fragments[message.fragment_index]
         if local.anchor is not None and local.version is not None:
             answer = ms.HandedBack(fragment_index=message.fragment_index, version=local.version)
-            self._link.send(answer, encode(local.anchor, "fp32"))
+            self.send(answer, encode(local.anchor, "fp32"))
 
     # ------------------------------------------------------------------------------------------------ publications
 
     def _on_publication(self, message: ms.Publication, payload: Tensor | None) -> None:
         if not 0 <= message.fragment_index < len(self.fragments) or payload is None:
             raise MessageError(f"the syncer published fragment {message.fragment_index} without value")
+        self.newest_outer_step = max(self.newest_outer_step, message.version.outer_step)
+        self.num_participants = message.num_participants
         local = self.fragments[message.fragment_index]
         with self.lock:
             if local.ready is not None and not local.ready.start_over:
@@ -319,11 +330,11 @@ class Exchange:
             anchor, version = local.anchor, local.version
         if version is not None and message.version <= version:
             if message.version == version and anchor is not None:
-                self._link.send(self._applied(message, digest(anchor)))
+                self.send(self._applied(message, digest(anchor)))
             return
         published = self._decode(message, payload, anchor, version)
         if published is None:
-            self._link.send(ms.NeedFull(fragment_index=message.fragment_index))
+            self.send(ms.NeedFull(fragment_index=message.fragment_index))
             return
         with self.lock:
             if local.ready is not None:  # the fragment is about to start over: from the newer value then
@@ -409,7 +420,7 @@ class Exchange:
             wire_format=shipped.wire_format,
             held_seconds=held_seconds,
         )
-        self._link.send(update, shipped.payload)
+        self.send(update, shipped.payload)
 
     def answer_nothing(self, waiting: OpenAsk, anchor: ms.Version) -> None:
         """Answer an ask when there is no unmerged step."""

@@ -23,6 +23,7 @@ from hf_diloco.errors import DiLoCoError, DiLoCoWarning, SyncerUnreachableError
 from hf_diloco.learner.donation import Donor, take_state
 from hf_diloco.learner.exchange import Cut, Exchange
 from hf_diloco.learner.local import LocalFragment, Prepared
+from hf_diloco.learner.metrics import metrics
 from hf_diloco.learner.optimizer_state import optimizer_state
 from hf_diloco.learner.parameters import ModelParameters
 from hf_diloco.links.base import LearnerLink
@@ -93,7 +94,7 @@ class Learner:
         self._donor = Donor(plugin.learner_id, self._exchange, self._optimizer_state)
         self._steps = 0
         self._tokens = 0
-        self._tokens_overwritten = 0.0
+        self._tokens_overwritten = self._steps_overwritten = 0.0  # mean over the fragments
         self._step_seconds = 0.0
         self._stepped_at: float | None = None
         self._reported_at = 0.0
@@ -264,6 +265,15 @@ class Learner:
         said, self._starts_over = self._starts_over, False
         return said
 
+    def metrics(self) -> dict[str, float]:
+        """How this learner is doing in the run (:func:`hf_diloco.learner.metrics.metrics`)."""
+        return metrics(
+            self._exchange,
+            tokens=self._tokens,
+            tokens_overwritten=self._tokens_overwritten,
+            steps_overwritten=self._steps_overwritten,
+        )
+
     def _measure(self, seconds: float) -> None:
         if not self._step_seconds:
             self._step_seconds = seconds
@@ -305,6 +315,7 @@ class Learner:
             local.shipped = None  # if it is merged yet, nothing of it is to be taken out of what is here now
         if prepared.correction is None and local.anchor is not None:
             self._tokens_overwritten += (self._tokens - local.accounted_tokens) / len(self._exchange.fragments)
+            self._steps_overwritten += (self._steps - local.accounted_steps) / len(self._exchange.fragments)
             local.accounted_steps, local.accounted_tokens = self._steps, self._tokens
         local.anchor, local.version = prepared.published, prepared.version
         return prepared

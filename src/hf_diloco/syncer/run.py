@@ -291,6 +291,7 @@ class Run:
             digest=self.state.digests[action.fragment_index],
             merged_updates=action.merged_updates,
             closed_round=action.closed_round,
+            num_participants=len(self.ledger.last_participants),
         )
         self._links.send(list(action.learner_ids), message, payload)
 

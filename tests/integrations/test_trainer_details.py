@@ -1,0 +1,217 @@
+"""What Trainer can do besides stepping, as a learner of a real run."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_transformers_run import Run
+from trainers import Recorder, make_trainer, plugin
+from transformers import TrainerCallback
+
+from hf_diloco.integrations.transformers import DiLoCoCallback
+
+pytestmark = pytest.mark.fast
+
+SECONDS = 60
+METRICS = {
+    f"diloco/{name}"
+    for name in (
+        "outer_step", "staleness", "participants", "steps_overwritten", "bytes_sent", "bytes_received", "goodput",
+    )
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path, request, monkeypatch):
+    for name in ("SYNCER", "LEARNER_ID", "NUM_SHARDS", "TOKEN", "TOKEN_FILE"):
+        monkeypatch.delenv(f"HF_DILOCO_{name}", raising=False)
+
+    def make(path="run", **settings):
+        (tmp_path / path).mkdir()
+        run = Run(tmp_path / path, **settings)
+        request.addfinalizer(run.syncer.stop)
+        return run
+
+    return make
+
+
+class Raises(TrainerCallback):
+    """Once, after a step."""
+
+    def __init__(self, error, step=5):
+        self.error, self.step = error, step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step and self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+
+def holds_the_runs_model(trainer, run):
+    values, _, _ = run.syncer.model()
+    return all(torch.equal(parameter, values[name]) for name, parameter in trainer.model.named_parameters())
+
+
+def scalars(directory):
+    (file,) = Path(directory).rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file))
+    events.Reload()
+    return {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+
+
+def test_what_is_logged(run):
+    """By a callback that was given as ``callbacks=[DiLoCoCallback()]``: it comes after the reporters at first."""
+    run = run()
+    trainer = run.trainer(
+        0, max_steps=15, gradient_accumulation_steps=2, include_num_input_tokens_seen="non_padding", logging_steps=5,
+        report_to="tensorboard", eval_strategy="steps", eval_steps=5,
+    )  # fmt: skip
+    run.train(trainer)
+    history = trainer.state.log_history
+    trained, (summary,) = [log for log in history if "loss" in log], [log for log in history if "train_loss" in log]
+    assert [log["step"] for log in trained] == [5, 10, 15]
+    assert all(log.keys() >= METRICS for log in (*trained, summary))
+    for log in (*trained, summary):
+        assert (log["diloco/participants"], log["diloco/steps_overwritten"]) in ((1, 0), (0, 0))
+        assert 0 <= log["diloco/staleness"] <= log["diloco/outer_step"] <= 15
+    assert trained[-1]["diloco/participants"] == 1
+    assert summary["diloco/goodput"] == pytest.approx(1.0, abs=1e-3)
+    assert [log["eval_of_global_model"] for log in history if "eval_loss" in log] == [0, 0, 1]
+
+    (row,) = run.syncer.status()["learners"]
+    assert row["steps"] == 15, "updates, not micro-batches"
+    assert row["tokens_trained"] == trainer.state.num_input_tokens_seen
+    received, sent = run.hub.bytes_moved(0)
+    assert (summary["diloco/bytes_sent"], summary["diloco/bytes_received"]) == (received, sent)
+
+    found = scalars(trainer.args.output_dir)
+    assert {f"train/{name}" for name in METRICS} | {"eval/of_global_model"} <= found.keys()
+    goodput = [(event.step, pytest.approx(event.value)) for event in found["train/diloco/goodput"]]
+    assert goodput == [(log["step"], log["diloco/goodput"]) for log in (*trained, summary)]
+    assert trainer.evaluate().keys().isdisjoint(METRICS | {"eval_of_global_model"}), "after the run nothing is added"
+
+
+@pytest.mark.filterwarnings("ignore:load_best_model_at_end:hf_diloco.errors.DiLoCoWarning")
+def test_the_best_model_is_not_what_stays(run):
+    run = run()
+    best = {"save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 4, "save_steps": 4}
+    trainer = run.trainer(0, max_steps=10, load_best_model_at_end=True, **best)
+    run.train(trainer)
+    assert trainer.state.best_model_checkpoint
+    assert holds_the_runs_model(trainer, run)
+
+
+def test_a_batch_size_that_is_too_large(run):
+    """Trainer begins anew with half of it, and does not say that the first attempt has ended."""
+    run = run()
+    trainer = run.trainer(0, Raises(RuntimeError("CUDA out of memory.")), max_steps=20, auto_find_batch_size=True)
+    run.train(trainer)
+    joined = run.lines("join")
+    assert len(joined) == 2
+    assert len({line["incarnation"] for line in joined}) == 2
+    assert holds_the_runs_model(trainer, run)
+    assert 10 <= trainer.state.global_step <= 15 + 5, "the clock of the run went on from where the first attempt was"
+
+
+@pytest.mark.parametrize("error", [ValueError("a mistake"), KeyboardInterrupt()], ids=["mistake", "interrupted cell"])
+def test_training_again_after(run, error):
+    run = run()
+    trainer = run.trainer(0, Raises(error), max_steps=20)
+    run.thread.start()
+    with pytest.raises(type(error)):
+        trainer.train()
+    trainer.train()
+    run.thread.join(SECONDS)
+    assert not run.thread.is_alive()
+    assert len(run.lines("join")) == 2
+    assert trainer.state.global_step < 20, "its own count began anew, the run's did not"
+    assert holds_the_runs_model(trainer, run)
+    assert run.syncer.status()["outer_step"] == 20
+
+
+def test_training_in_one_run_and_then_in_another(run, tmp_path):
+    runs = iter([run("first"), run("second")])
+    both = []
+
+    def link():
+        both.append(next(runs))
+        both[-1].thread.start()
+        return both[-1].hub.connect(0)
+
+    trainer = make_trainer(tmp_path, DiLoCoCallback(plugin(0), link=link), max_steps=10)
+    for number in (0, 1):
+        trainer.train()
+        both[number].thread.join(SECONDS)
+        assert not both[number].thread.is_alive()
+        assert holds_the_runs_model(trainer, both[number])
+        assert trainer.state.global_step == 10
+    first, second = (one.syncer.model()[0] for one in both)
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+# --------------------------------------------------------------------------------------------------------- late joiners
+
+
+class Rates(TrainerCallback):
+    """Learning rates by the run's step; after its first step, or at step ``hold_at``, it lets others know and waits."""
+
+    def __init__(self, learner_id, *, hold_at=None, said=None, waits_for=None):
+        self.rates, self.held, self.said, self.waits_for = {}, hold_at, said, waits_for
+        self.callback = self.last = None
+
+    def on_train_begin(self, args, state, control, lr_scheduler=None, **kwargs):
+        self.begins_at = self.callback._membership.learner.global_step
+        self.rates[self.begins_at] = lr_scheduler.get_last_lr()[0]
+        if self.held is None:
+            self.said.set()
+
+    def on_step_end(self, args, state, control, lr_scheduler=None, **kwargs):
+        self.last = self.callback._membership.learner.global_step
+        self.rates[self.last] = lr_scheduler.get_last_lr()[0]
+        if state.global_step < (self.held or 0):
+            threading.Event().wait(0.02)  # so that the syncer is told of nearly every step
+        elif state.global_step == self.held:
+            self.said.set()
+            assert self.waits_for.wait(SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("linear", {}),
+        ("cosine", {}),
+        ("cosine_with_restarts", {"num_cycles": 3}),
+        ("warmup_stable_decay", {"num_decay_steps": 12}),
+    ],
+)
+def test_who_joins_late_has_the_learning_rate_of_the_others_and_stops_with_them(run, tmp_path, kind, options):
+    schedule = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": options, "warmup_steps": 4, "max_steps": 40}
+    arguments = {**schedule, "optim": "sgd"}  # without state there is nothing to take over from the one that waits
+    whole = Recorder()
+    make_trainer(tmp_path, whole, **arguments).train()
+    expected = dict(enumerate([whole.first_rate, *whole.rates]))
+
+    run, joined, ahead = run(), threading.Event(), threading.Event()
+    first = Rates(0, hold_at=10, said=ahead, waits_for=joined)
+    late = Rates(1, said=joined)
+    trainers = [run.trainer(number, rates, **arguments) for number, rates in enumerate((first, late))]
+    for trainer, rates in zip(trainers, (first, late), strict=True):
+        rates.callback = next(one for one in trainer.callback_handler.callbacks if isinstance(one, DiLoCoCallback))
+    begin = trainers[1].train
+
+    def begin_late():
+        assert ahead.wait(SECONDS)
+        begin()
+
+    trainers[1].train = begin_late
+    run.train(*trainers)
+    assert late.begins_at >= 5
+    assert trainers[1].state.global_step < 35
+    for rates in (first, late):
+        assert rates.last == 40
+        assert rates.rates == {step: expected[step] for step in rates.rates}
+    assert len(set(late.rates.values())) > 3
+    json.dumps(trainers[1].state.log_history)
