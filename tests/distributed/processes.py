@@ -66,8 +66,8 @@ class Process:
 class Run:
     """A syncer and its learners in ``path``; ``end`` kills what is left of them."""
 
-    def __init__(self, path: Path, **settings: Any) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, script: Path = SCRIPT, **settings: Any) -> None:
+        self.path, self._script = path, script
         self.directory = path / "run"
         flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
         command = [sys.executable, "-m", "hf_diloco.cli.main", "syncer", "--listen", "127.0.0.1:0"]
@@ -103,7 +103,7 @@ class Run:
             "HF_DILOCO_TOKEN_FILE": token or str(self.directory / "token"),
         }
         options = {"data_seed": learner_id, **options}
-        learner = start_script(self.path, f"learner-{learner_id}", environment, **options)
+        learner = start_script(self.path, f"learner-{learner_id}", environment, script=self._script, **options)
         self.learners[learner_id] = learner
         self._all.append(learner)
         return learner
@@ -143,9 +143,11 @@ class Run:
         wait_until(lambda: not self._left(), f"the end of {self._left()}", 30)
 
 
-def start_script(path: Path, name: str, environment: dict[str, str], **options: Any) -> Process:
-    """``train_tiny.py`` in a process of its own; its result goes to ``path/name.json``."""
+def start_script(
+    path: Path, name: str, environment: dict[str, str], *, script: Path = SCRIPT, **options: Any
+) -> Process:
+    """``script`` in a process of its own; what it takes as ``--result`` is ``path/name.json``."""
     path.mkdir(parents=True, exist_ok=True)
     flags = [text for key, value in options.items() for text in (f"--{key}", str(value))]
-    command = [sys.executable, str(SCRIPT), "--output_dir", str(path / "out"), "--result", str(path / f"{name}.json")]
+    command = [sys.executable, str(script), "--output_dir", str(path / "out"), "--result", str(path / f"{name}.json")]
     return Process([*command, *flags], path / f"{name}.log", environment)

@@ -22,7 +22,7 @@ def export(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is there and not empty.")] = False,
 ) -> None:
-    """Write the global model of a run as `from_pretrained` loads it, in fp32."""
+    """Write the global model of a run as `from_pretrained` loads it (of a PEFT run: the adapter), in fp32."""
     directory = RunDirectory(run_dir, create=False)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file; give a directory.")
@@ -30,6 +30,8 @@ def export(
 
     from hf_diloco.syncer.checkpoint import checkpoints_by_step, load_checkpoint
     from hf_diloco.syncer.export import export_model
+    from hf_diloco.syncer.model_card import run_facts
+    from hf_diloco.syncer.roster import Account
     from hf_diloco.syncer.saved_run import SavedRun, latest_run
 
     if checkpoint is None:
@@ -46,7 +48,10 @@ def export(
             "learner has joined."
         )
     outer_step = found.facts.outer_step
-    facts = {"outer steps": outer_step, "merges": found.facts.num_merges}
+    facts = run_facts(
+        found.terms.config, [Account(**values) for values in found.facts.accounts], outer_step=outer_step,
+        num_merges=found.facts.num_merges, num_participants=found.facts.num_participants,
+    )  # fmt: skip
     export_model(found.tensors(), found.constants, found.checkpoint.files, out, facts)
     typer.echo(f"The model of outer step {outer_step} is in {out}")
 

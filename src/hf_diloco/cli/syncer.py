@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +16,7 @@ import typer
 from rich.console import Console
 
 from hf_diloco.cli.settings import with_settings
-from hf_diloco.cli.table import Display, learners, merged_of_trained
+from hf_diloco.cli.table import Display
 from hf_diloco.config import SyncerConfig
 from hf_diloco.errors import ConfigError
 from hf_diloco.syncer.run_directory import RunDirectory
@@ -111,7 +110,7 @@ def _serve(
     status = service.status()
     display.update(status, now=True)
     if service.has_model:
-        export_model(*service.model(), directory.model, facts(status, config))
+        export_model(*service.model(), directory.model, service.model_facts())
         display.message(f"The global model is in {directory.model}")
     else:
         display.message("There is no model: no learner has supplied the initial values.", style="yellow")
@@ -193,20 +192,6 @@ def _is_ip(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def facts(status: Mapping[str, Any], config: SyncerConfig) -> dict[str, Any]:
-    """Lines of the model card."""
-    mean = status.get("mean_participants")
-    return {
-        "outer steps": f"{status.get('outer_step')} of {status.get('total_steps')}",
-        "merges": f"{status.get('merges')}, with {mean:.2f} learners on average" if mean else status.get("merges"),
-        "fragments": f"{status.get('num_fragments')}, each merged every {status.get('effective_sync_every')} steps",
-        "outer optimizer": f"SGD, learning rate {config.outer_lr}, Nesterov momentum {config.outer_momentum}",
-        "merge": f"{config.merge}, {config.on_arrival}, {config.wire_format} on the wire",
-        **{f"tokens of learner {item['learner_id']}, merged / trained": merged_of_trained(item)
-           for item in learners(status)},
-    }  # fmt: skip
 
 
 def _set_up_logging(console: Console, directory: RunDirectory) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +12,10 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from transformers import PreTrainedModel
 
 from hf_diloco.config import DiLoCoPlugin
 from hf_diloco.errors import DiLoCoError
+from hf_diloco.integrations.model_files import model_files
 from hf_diloco.integrations.schedules import follow
 from hf_diloco.learner.learner import Learner
 from hf_diloco.learner.parameters import ModelParameters
@@ -66,12 +64,13 @@ class Membership:
         self._optimizer = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
         self._joint_step: int | None = None  # of the checkpoint of the whole run that is being saved
         self._counter = TokenCounter(model)
+        parameters = ModelParameters(model)
         self.learner = Learner(
-            ModelParameters(model),
+            parameters,
             plugin,
             total_steps=total_steps,
             steps_from_epochs=steps_from_epochs,
-            files=_files(model, processing_class),
+            files=model_files(parameters, processing_class),
             optimizer=self._optimizer,
             link=link,
         )
@@ -182,18 +181,3 @@ def _forget_broken_state(optimizer: Any) -> None:
     for parameter in list(state):
         if any(torch.is_tensor(value) and not bool(torch.isfinite(value).all()) for value in state[parameter].values()):
             del state[parameter]
-
-
-def _files(model: nn.Module, processing_class: Any) -> dict[str, bytes]:
-    """What belongs beside the weights of a saved model: configuration and tokenizer or processor files, by name."""
-    with tempfile.TemporaryDirectory(prefix="hf-diloco-") as directory:
-        if isinstance(model, PreTrainedModel):
-            config = copy.deepcopy(model.config)  # as model.save_pretrained does, without its side effects
-            config.architectures = [type(model).__name__]
-            config.dtype = str(model.dtype).removeprefix("torch.")
-            config.save_pretrained(directory)
-            if model.can_generate() and model.generation_config is not None:
-                model.generation_config.save_pretrained(directory)
-        if hasattr(processing_class, "save_pretrained"):
-            processing_class.save_pretrained(directory)
-        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}

@@ -17,6 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hf_diloco.core.fragments import Fragment, FragmentSlice
 from hf_diloco.errors import DiLoCoWarning, NoTrainableParametersError, UnsupportedError
+from hf_diloco.learner.adapters import adapter_file_names
 from hf_diloco.learner.snapshots import Snapshot, Snapshots
 
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, activation checkpointing
@@ -57,6 +58,7 @@ class ModelParameters:
             )
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self._trainable.items()}
         self.averaged = self._embeddings()
+        self.adapter_names = self._adapter_names()  # of a PEFT model: name in the adapter's file -> canonical name
         self._snapshots = Snapshots()
         self._warn_of_low_precision()
 
@@ -110,6 +112,11 @@ class ModelParameters:
         return all(torch.equal(rows, part.to(rows.dtype)) for rows, part in self._targets(fragment, value))
 
     @property
+    def model(self) -> nn.Module:
+        """The user's own module, without wrappers."""
+        return self._model
+
+    @property
     def trainable(self) -> Mapping[str, Tensor]:
         """The trainable tensors themselves."""
         return self._trainable
@@ -136,12 +143,15 @@ class ModelParameters:
     def constants(self) -> Iterator[tuple[str, Tensor]]:
         """Frozen parameters and persistent buffers by name, each as a CPU copy: what a saved model needs besides.
 
-        All ranks have to exhaust it, but it yields on rank 0 only.
+        Of a PEFT model only those that the adapter's file holds; the base model is saved already. All ranks have to
+        exhaust it, but it yields on rank 0 only.
         """
         if self._rank:
             return
+        wanted = None if self.adapter_names is None else set(self.adapter_names.values())
         for name, tensor, _ in self._constant_tensors():
-            yield name, tensor.detach().to("cpu", copy=True).contiguous()
+            if wanted is None or name in wanted:
+                yield name, tensor.detach().to("cpu", copy=True).contiguous()
 
     def constants_digest(self) -> str:
         """32 hex digits over names, dtypes, shapes and bytes of the constants; "" on all ranks but 0.
@@ -185,6 +195,21 @@ class ModelParameters:
             except (AttributeError, NotImplementedError):
                 continue  # no such method, no such layer (vision), or a layer with several weights
         return tuple(sorted(name for name, parameter in self._trainable.items() if id(parameter) in weights))
+
+    def _adapter_names(self) -> Mapping[str, str] | None:
+        names = adapter_file_names(self._model)
+        if names is None:
+            return None
+        names = {_canonical(in_file): _canonical(name) for in_file, name in names.items()}
+        outside = sorted(self._trainable.keys() - set(names.values()))
+        if outside:
+            warnings.warn(
+                f"{len(outside)} trained tensors are not part of the adapter (the first: {outside[0]!r}), so its file "
+                "will not hold them. Name their modules in modules_to_save of the PEFT configuration.",
+                DiLoCoWarning,
+                stacklevel=3,
+            )
+        return names
 
     def _warn_of_low_precision(self) -> None:
         low = [name for name, p in self._trainable.items() if p.dtype in (torch.bfloat16, torch.float16)]

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_diloco.core.model_notes import NOTES_FILE, ModelNotes
 from hf_diloco.errors import DiLoCoError, DiLoCoWarning
 from hf_diloco.syncer.checkpoint import check_plain_name, replace_directory
+from hf_diloco.syncer.model_card import model_card
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,22 +34,25 @@ def export_model(
 ) -> None:
     """Write the model to ``out``, exactly these values, floating ones in fp32.
 
-    The names in the files are those that the hub uses for this architecture (the experts of Mixtral one by one, for
-    example), so that other tools read them too. A model that is not one of transformers' is written under the names
-    that it has in memory, with a warning. ``out`` is whole when this returns, and as it was when this raises.
+    Of a PEFT model only the adapter is written, as PEFT does. Else the names in the files are those that the hub uses
+    for this architecture (the experts of Mixtral one by one, for example), so that other tools read them too. A model
+    that is not one of transformers' is written under the names that it has in memory, with a warning. ``out`` is whole
+    when this returns, and as it was when this raises.
 
     Args:
         values: trained parameters under their canonical names in memory; tied ones once.
         constants: frozen parameters and persistent buffers.
-        files: plain file name -> content, beside the weights: ``config.json``, tokenizer files.
+        files: plain file name -> content, beside the weights: ``config.json``, tokenizer files; and the notes of the
+            learner that sent them (:class:`~hf_diloco.core.model_notes.ModelNotes`).
         out: the directory to write; one that is there is replaced.
         facts: lines for the model card: what -> how much.
 
     Raises:
-        DiLoCoError: the disk is full or ``out`` cannot be written, or ``config.json`` is not JSON.
+        DiLoCoError: the disk is full or ``out`` cannot be written, or one of ``files`` is not what it should be.
     """
     import torch
     from safetensors import SafetensorError
+    from safetensors.torch import save_file
 
     for name in files:
         check_plain_name(name)
@@ -55,24 +60,38 @@ def export_model(
         name: tensor.detach().to("cpu", torch.float32) if tensor.is_floating_point() else tensor.detach().cpu()
         for name, tensor in (*values.items(), *constants.items())
     }
-    config = _read_config(files)
+    notes, config = ModelNotes.of(files), _read_config(files)
+    kind = (config.get("architectures") or ["Model"])[0]
+    if notes.adapter_names is not None:
+        state, kind = _adapter_state(state, notes.adapter_names), "Adapter"
     out = Path(out).absolute()
     aside = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        _save_weights(state, config, aside)
+        if notes.adapter_names is not None:
+            save_file(state, aside / "adapter_model.safetensors", metadata={"format": "pt"})
+        else:
+            _save_weights(state, config, aside)
         for name, content in files.items():
             if name.endswith(_WEIGHT_ENDINGS):
                 logger.warning("%s is a file of weights and is left out: the weights are the run's own", name)
-            elif name != "config.json":
+            elif name not in ("config.json", NOTES_FILE):
                 (aside / name).write_bytes(content)
-        (aside / "README.md").write_text(_model_card(config, facts or {}), encoding="utf-8")
+        (aside / "README.md").write_text(model_card(kind, notes, facts or {}), encoding="utf-8")
         replace_directory(aside, out)
     except (OSError, SafetensorError) as error:
         raise DiLoCoError(f"the model could not be written to {out}: {error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _adapter_state(state: Mapping[str, Tensor], adapter_names: Mapping[str, str]) -> dict[str, Tensor]:
+    """The adapter's tensors by their names in its file; no two share memory (tied ones would)."""
+    missing = sorted(set(adapter_names.values()) - state.keys())
+    if missing:
+        raise DiLoCoError(f"{missing[0]!r} is part of the adapter, but the run has no such tensor.")
+    return {in_file: state[name].clone() for in_file, name in adapter_names.items()}
 
 
 def _read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -166,22 +185,3 @@ def _fit(state: Mapping[str, Tensor], skeleton: Any) -> dict[str, Tensor]:
 
 def _shown(shape: Any) -> str:
     return "not there" if shape is None else f"of shape {list(shape)}"
-
-
-def _model_card(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    lines = [
-        "---",
-        "library_name: transformers",
-        "tags:",
-        "- diloco",
-        "- hf-diloco",
-        "---",
-        "",
-        f"# {(config.get('architectures') or ['Model'])[0]}, trained with hf-diloco",
-        "",
-        "Global parameters of a [Decoupled DiLoCo](https://arxiv.org/abs/2604.21428) run: several learners trained "
-        "without waiting for each other, and a syncer merged their updates, one fragment at a time. Weights are fp32.",
-    ]
-    if facts:
-        lines += ["", "## How it was trained", "", *(f"- {what}: {value}" for what, value in facts.items())]
-    return "\n".join(lines) + "\n"

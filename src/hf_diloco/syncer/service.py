@@ -18,6 +18,7 @@ from hf_diloco.core import messages as ms
 from hf_diloco.errors import ConfigError, DiLoCoError, MessageError
 from hf_diloco.links.base import LinkDown, LinkEvent, Received, SyncerLinks
 from hf_diloco.syncer.history import History
+from hf_diloco.syncer.model_card import run_facts
 from hf_diloco.syncer.roster import Terms
 from hf_diloco.syncer.run import Run
 from hf_diloco.syncer.run_directory import RunDirectory
@@ -119,6 +120,15 @@ class Syncer:
         """Published parameters, constants and files, as :func:`hf_diloco.syncer.export.export_model` wants them."""
         assert self._run is not None, "there is no model before the first learner has joined"
         return self._run.state.tensors(), self._run.supply.constants, self._run.supply.files
+
+    def model_facts(self) -> dict[str, str]:
+        """How that model was trained, for its card."""
+        assert self._run is not None, "there is no model before the first learner has joined"
+        ledger = self._run.ledger
+        return run_facts(
+            self._run.terms.config, ledger.accounts.values(), outer_step=self._run.outer_step,
+            num_merges=ledger.num_merges, num_participants=ledger.num_participants,
+        )  # fmt: skip
 
     def _serve(self) -> None:
         next_status = 0.0

@@ -1,0 +1,109 @@
+"""Any model: two learners train it, and what is exported loads with its public class, bit for bit the syncer's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import train_models
+from processes import Run
+from safetensors.torch import load_file
+
+from hf_diloco.cli.export import export
+from hf_diloco.syncer.run_directory import RunDirectory
+from hf_diloco.syncer.saved_run import SavedRun, latest_run
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT's
+]
+long = pytest.mark.long
+
+
+@pytest.fixture
+def train(start_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Trains a kind of model with two learners, and checks what holds for all of them."""
+
+    def run_to_the_end(kind: str, **options: Any) -> tuple[Run, SavedRun]:
+        monkeypatch.setenv("HF_DILOCO_NUM_SHARDS", "2")
+        run = start_run(script=Path(train_models.__file__), expected_learners=2, num_fragments=4, sync_every=4)
+        for learner_id in (0, 1):
+            run.start_learner(learner_id, kind=kind, **options)
+        for learner_id in (0, 1):
+            assert run.learners[learner_id].wait() == 0, run.learners[learner_id].tail()
+        assert run.syncer.wait() == 0, run.syncer.tail()
+        saved = latest_run(RunDirectory(run.directory, create=False))
+        check_learners(run, saved, kind)
+        check_export(run, saved, tmp_path / "exported")
+        return run, saved
+
+    return run_to_the_end
+
+
+def check_learners(run: Run, saved: SavedRun, kind: str) -> None:
+    """Both were merged, both hold the global values, and their tokens were counted as this kind counts them."""
+    assert sum(len(line["participants"]) == 2 for line in run.rounds()) >= 4
+    values = saved.tensors()
+    for learner_id in (0, 1):
+        held = torch.load(run.path / f"learner-{learner_id}.pt")
+        assert held.keys() == values.keys()
+        assert all(torch.equal(held[name], values[name]) for name in values)
+    for learner in run.status()["learners"]:
+        tokens = train_models.TOKENS.get(kind, train_models.NUM_TOKENS)
+        assert learner["tokens_trained"] == learner["steps"] * train_models.BATCH_SIZE * tokens
+
+
+def check_export(run: Run, saved: SavedRun, out: Path) -> None:
+    """`hf-diloco export` writes the same as the syncer did at the end."""
+    export(run.directory, out)
+    model = run.directory / "model"
+    assert {path.name for path in out.iterdir()} == {path.name for path in model.iterdir()}
+    for path in out.iterdir():
+        assert path.read_bytes() == (model / path.name).read_bytes(), path.name
+    card = (out / "README.md").read_text()
+    tokens = sum(learner["tokens_trained"] for learner in run.status()["learners"])
+    for line in ("learners: 2", "outer steps: 30 of 30", f"of {tokens:,} trained", "wire format: bf16"):
+        assert line in card, (line, card)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=long) for kind in train_models.WHOLE])
+def test_a_whole_model(train: Any, kind: str) -> None:
+    run, saved = train(kind)
+    model, info = train_models.WHOLE[kind][1].from_pretrained(run.directory / "model", output_loading_info=True)
+    assert not any(info.values()), info
+    values, found = {**saved.tensors(), **saved.constants}, model.state_dict()
+    assert len(values) > 10
+    for name, value in values.items():
+        assert torch.equal(found[name], value), name
+    own = {id(tensor) for name, tensor in model.state_dict(keep_vars=True).items() if name in values}
+    rest = [name for name, tensor in model.state_dict(keep_vars=True).items() if id(tensor) not in own]
+    assert not rest, "tensors of the model that the run did not have"
+    files = {path.name for path in (run.directory / "model").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"} <= files
+    assert ("generation_config.json" in files) == model.can_generate()
+
+
+@pytest.mark.parametrize(
+    "kind", ["lora-sft", pytest.param("lora-dpo", marks=long), pytest.param("lora-head", marks=long)]
+)
+def test_an_adapter(train: Any, kind: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    train_models.save_base(base)
+    run, saved = train(kind, base=base)
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(run.directory / "model")
+    values, found = saved.tensors(), dict(model.named_parameters())
+    adapter = {name for name in found if ".lora_" in name or ".modules_to_save." in name}
+    assert adapter == values.keys(), "exactly the adapter is trained and exported"
+    for name, value in values.items():
+        assert torch.equal(found[name].detach(), value), name
+    moved = [name for name in values if "lora_B" in name and bool(values[name].any())]
+    assert moved, "lora_B starts at zero"
+
+    assert not saved.constants, "nothing of the base model is kept"
+    size_bytes = sum(tensor.nbytes for tensor in load_file(base / "model.safetensors").values())
+    status = run.status()
+    assert status["bytes_received"] < size_bytes / 2, "nothing of the base model came over the wire"
+    assert status["bytes_sent"] < size_bytes / 2
