@@ -8,9 +8,7 @@ import torch
 from rich.console import Console
 
 import hf_diloco as library
-from hf_diloco.cli.local_run import _gpus_of
 from hf_diloco.cli.main import main
-from hf_diloco.cli.processes import clean_environment
 from hf_diloco.cli.supervised import Backoff, meaning
 from hf_diloco.cli.syncer import is_loopback, join_lines, parse_listen
 from hf_diloco.cli.table import Display, plain_lines, render
@@ -86,6 +84,12 @@ def test_every_setting_has_a_flag_with_its_own_help(hf_diloco, command):
         (["launch", "--num-learners", "2", "--resume", "--run-dir", "new", "SCRIPT"], "holds no run to go on with"),
         (["launch", "--num-learners", "2", "--resume", "--run-dir", "BEGUN", "--outer-lr", "1", "SCRIPT"], "not 1.0"),
         (["launch", "--num-learners", "2", "--max-restarts", "-1", "SCRIPT"], "--max-restarts"),
+        (["launch", "--num-learners", "2", "--nproc-per-learner", "0", "SCRIPT"], "--nproc-per-learner"),
+        (["launch", "--num-learners", "2", "--accelerate-config", "missing.yaml", "SCRIPT"], "missing.yaml"),
+        (
+            ["launch", "--num-learners", "2", "--accelerate-config", "SCRIPT", "SCRIPT"],
+            "no file of `accelerate config`",
+        ),
         (["guard"], "Usage"),
         (["guard", "no-such-program", "train.py"], "there is no program 'no-such-program'"),
         (["syncer", "--run-dir", "a"], "--listen"),
@@ -326,35 +330,6 @@ def test_on_a_terminal_there_is_a_table():
         display.message("hello [bold]")
     assert "merged / trained tokens" in file.getvalue()
     assert "hello [bold]" in file.getvalue()
-
-
-# ------------------------------------------------------------------------------------------------------------ launching
-
-
-def test_an_outer_job_does_not_leak_into_learners(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "HF_DILOCO_TOKEN", "HF_TOKEN"):
-        monkeypatch.setenv(name, "1")
-    assert {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "HF_DILOCO_TOKEN"}.isdisjoint(
-        clean_environment()
-    )
-    assert clean_environment()["HF_TOKEN"] == "1"
-
-
-@pytest.mark.parametrize(
-    ("num_learners", "num_gpus", "all_of_them", "visible", "expected"),
-    [
-        (2, 0, False, "", [None, None]),
-        (2, 4, False, "", ["0", "1"]),
-        (3, 2, False, "", ["0", "1", "0"]),
-        (2, 2, False, "5,7", ["5", "7"]),
-        (2, 4, True, "", ["0,1", "2,3"]),
-        (2, 1, True, "", ["0", "0"]),
-    ],
-)
-def test_each_learner_has_its_gpus(monkeypatch, num_learners, num_gpus, all_of_them, visible, expected):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = [_gpus_of(learner, num_learners, num_gpus, all_of_them=all_of_them) for learner in range(num_learners)]
-    assert found == expected
 
 
 def test_exit_codes_in_words():

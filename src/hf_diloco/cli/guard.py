@@ -42,12 +42,16 @@ class Guard:
         grace_seconds: from SIGTERM (or the violent death of the command) to SIGKILL for what is left.
         on_leash: the end of standard input is a request to stop. Otherwise this is a foreground process, and the
             command gets a process group of its own: Ctrl-C in the terminal is for the guard alone.
+        stopped_exit_code: takes the place of 0 if the command was told to stop.
     """
 
-    def __init__(self, command: list[str], grace_seconds: float, *, on_leash: bool = True) -> None:
+    def __init__(
+        self, command: list[str], grace_seconds: float, *, on_leash: bool = True, stopped_exit_code: int = 0
+    ) -> None:
         self._command = command
         self._grace_seconds = grace_seconds
         self._on_leash = on_leash  # until it has ended
+        self._stopped_exit_code = stopped_exit_code
         self._told_at: float | None = None
         self._at_once = False
         self._exit_code: int | None = None
@@ -127,9 +131,10 @@ class Guard:
 
     def _result(self) -> int:
         """The command's exit code; for a launcher that died of SIGTERM, how the training processes have ended."""
-        if self._exit_code == _TERMINATED and self._heirs and is_launcher(self._command):
-            return max(code or 0 for code in self._heirs.values())
-        return self._exit_code or 0
+        code = self._exit_code or 0
+        if code == _TERMINATED and self._heirs and is_launcher(self._command):
+            code = max(code or 0 for code in self._heirs.values())
+        return self._stopped_exit_code if code == 0 and self._told_at is not None else code
 
 
 def _parents() -> dict[int, int]:

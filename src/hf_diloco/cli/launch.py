@@ -9,7 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from hf_diloco.cli.launchers import plan_launchers
 from hf_diloco.cli.local_run import LocalRun
+from hf_diloco.cli.processes import names_of_gpus
 from hf_diloco.cli.settings import as_flags, with_settings
 from hf_diloco.cli.table import Display
 from hf_diloco.config import SyncerConfig
@@ -22,7 +24,7 @@ _RESTARTS = 10  # what --restart means
 @with_settings
 def launch(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", exists=True, dir_okay=False, help="The training script.")],
-    num_learners: Annotated[int, typer.Option(min=1, help="How many learners to start, one process each.")],
+    num_learners: Annotated[int, typer.Option(min=1, help="How many learners to start.")],
     settings: dict[str, Any],
     script_args: Annotated[
         list[str] | None, typer.Argument(metavar="[SCRIPT ARGS]...", help="Given to the script untouched.")
@@ -40,13 +42,25 @@ def launch(
         ),
     ] = False,
     accelerate_config: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
             metavar="FILE",
             exists=True,
             dir_okay=False,
-            help="How each learner is started: a file of `accelerate config`. Default: one process on one GPU each, "
-            "or on the CPU.",
+            show_default=False,
+            help="How each learner is started: a file of `accelerate config` (examples/configs/). Given several times, "
+            "the first is for learner 0, the second for learner 1, and so on; the last also for those after it. "
+            "Default: one process each, on a GPU or on the CPU.",
+        ),
+    ] = None,
+    nproc_per_learner: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            show_default=False,
+            help="Processes of each learner: one a GPU, or N on the CPU. Default: as many as FILE says, or 1. GPUs are "
+            "given to one learner after the other; if they do not last, learners share them.",
         ),
     ] = None,
     restart: Annotated[
@@ -85,6 +99,7 @@ def launch(
     if not resume:
         settings = {"expected_learners": num_learners, "num_shards": num_learners, **settings}
         _check(SyncerConfig(**settings), num_learners)
+    launchers = plan_launchers(num_learners, accelerate_config or [], nproc_per_learner, names_of_gpus())
     directory = RunDirectory(run_dir or Path("runs") / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
     with directory:  # refuses one that is in use before anything in it is touched
         if resume:
@@ -100,13 +115,13 @@ def launch(
         max_restarts = _RESTARTS if restart else 0
     run = LocalRun(
         directory,
-        num_learners,
+        launchers,
         [str(script), *(script_args or [])],
         grace_seconds=grace_seconds,
         max_restarts=max_restarts,
     )
     with Display(Console(highlight=False)) as display:
-        good = run.run(display, as_flags(settings), config.num_shards or num_learners, accelerate_config)
+        good = run.run(display, as_flags(settings), config.num_shards or num_learners)
     if not good:
         raise typer.Exit(1)
 

@@ -8,11 +8,12 @@ import shlex
 import signal
 import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from hf_diloco.cli.processes import Child, clean_environment, count_gpus
+from hf_diloco.cli.launchers import Launcher
+from hf_diloco.cli.processes import Child, clean_environment
 from hf_diloco.cli.supervised import Supervised, meaning, shown_tail
 from hf_diloco.cli.table import Display, count, learners, merged_of_trained, number, size, word
 from hf_diloco.errors import DiLoCoError
@@ -33,7 +34,7 @@ class LocalRun:
 
     Args:
         directory: the run directory.
-        num_learners: how many to start.
+        launchers: how each learner is started.
         script: path of the training script, and its arguments.
         grace_seconds: from SIGTERM to SIGKILL of the learners, when we are told to stop.
         max_restarts: in a row, of each learner; and of the syncer, if it is more than a few.
@@ -42,24 +43,22 @@ class LocalRun:
     def __init__(
         self,
         directory: RunDirectory,
-        num_learners: int,
+        launchers: Sequence[Launcher],
         script: list[str],
         *,
         grace_seconds: float = 30.0,
         max_restarts: int = 0,
     ) -> None:
         self._directory = directory
-        self._num_learners = num_learners
-        self._script = script
+        self._launchers, self._script = launchers, script
         self._grace_seconds, self._max_restarts = grace_seconds, max_restarts
         self._syncer: Supervised | None = None
         self._learners: list[Supervised] = []
         self._num_signals = 0
         self._signalled_at = -math.inf
         self._join: dict[str, str] = {}
-        self._launch = ""  # how a learner is started by hand
 
-    def run(self, display: Display, syncer_flags: list[str], num_shards: int, accelerate_config: Path | None) -> bool:
+    def run(self, display: Display, syncer_flags: list[str], num_shards: int) -> bool:
         """Start all, wait for the end, end all. Returns whether the run finished and every learner ended with 0.
 
         Raises:
@@ -72,7 +71,7 @@ class LocalRun:
             try:
                 address = self._start_syncer(syncer_flags)
                 if address:
-                    self._start_learners(address, num_shards, accelerate_config)
+                    self._start_learners(address, num_shards)
                     self._watch()
             finally:
                 self._end_all()
@@ -120,41 +119,32 @@ class LocalRun:
             time.sleep(_POLL_SECONDS)
         return None
 
-    def _start_learners(self, address: str, num_shards: int, accelerate_config: Path | None) -> None:
+    def _start_learners(self, address: str, num_shards: int) -> None:
         assert self._syncer is not None
-        num_gpus = count_gpus()
-        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--main_process_port", "0"]
-        self._launch = "accelerate launch --num_processes 1"
-        if accelerate_config:
-            launcher += ["--config_file", str(accelerate_config)]
-            self._launch = f"accelerate launch --config_file {shlex.quote(str(accelerate_config))}"
-        else:
-            launcher += ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no"]
-            launcher += ["--dynamo_backend", "no", *([] if num_gpus else ["--cpu"])]
         self._join = {
             "HF_DILOCO_SYNCER": address,
             "HF_DILOCO_TOKEN_FILE": str(self._directory.token),
             "HF_DILOCO_NUM_SHARDS": str(num_shards),
             "HF_DILOCO_DRAIN_SECONDS": f"{_DRAIN_SHARE * self._grace_seconds:g}",
         }
-        shared = clean_environment()
-        num_threads = max(1, len(os.sched_getaffinity(0)) // self._num_learners)
-        shared.setdefault("OMP_NUM_THREADS", str(num_threads))
-        if 0 < num_gpus < self._num_learners:
-            self._display.message(f"{self._num_learners} learners share {num_gpus} GPU(s)", style="yellow")
-        for learner_id in range(self._num_learners):
-            gpus = _gpus_of(learner_id, self._num_learners, num_gpus, all_of_them=accelerate_config is not None)
-            own = {"HF_DILOCO_LEARNER_ID": str(learner_id), "PYTHONUNBUFFERED": "1"}
+        num_processes = sum(launcher.num_processes for launcher in self._launchers)
+        shared = {**clean_environment(), "PYTHONUNBUFFERED": "1"}
+        shared.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_processes)))
+        gpus = [gpu for launcher in self._launchers for gpu in launcher.gpus]
+        if len(set(gpus)) < len(gpus):
+            self._display.message(f"The learners share {len(set(gpus))} GPU(s).", style="yellow")
+        for learner_id, launcher in enumerate(self._launchers):
             child = Child(
-                [*launcher, *self._script],
+                [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *launcher.words, *self._script],
                 self._directory.logs / f"learner-{learner_id}.log",
-                {**shared, **self._join, **own, **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})},
+                {**shared, **self._join, "HF_DILOCO_LEARNER_ID": str(learner_id), **launcher.environment},
                 grace_seconds=self._grace_seconds,
                 keeps_alive=self._syncer.child,  # which, if we die, ends after the learners
             )
             self._learners.append(Supervised(f"Learner {learner_id}", child, self._max_restarts))
+        several = f" of {num_processes} processes in all" if num_processes > len(self._learners) else ""
         self._display.message(
-            f"Syncer at {address}; {self._num_learners} learners started, logs in {self._directory.logs}"
+            f"Syncer at {address}; {len(self._learners)} learners{several} started, logs in {self._directory.logs}"
         )
 
     # -------------------------------------------------------------------------------------------------------- watching
@@ -185,9 +175,10 @@ class LocalRun:
                 continue
             lost = learner.exit_code not in (None, 0) and not self._num_signals
             if lost:
-                again = {**self._join, "HF_DILOCO_LEARNER_ID": str(learner_id)}
+                launcher = self._launchers[learner_id]
+                again = {**self._join, "HF_DILOCO_LEARNER_ID": str(learner_id), **launcher.environment}
                 line = " ".join(f"{name}={shlex.quote(value)}" for name, value in again.items())
-                text += f"\nThe others go on. To start it again: {line} {self._launch} {shlex.join(self._script)}"
+                text += f"\nThe others go on. To start it again: {line} {launcher.by_hand} {shlex.join(self._script)}"
             self._display.message(text, style="red" if lost else "")
 
     def _all_learners_ended(self) -> bool:
@@ -296,19 +287,7 @@ class LocalRun:
         for item in failed:
             lines.append(f"{item.name.lower()} did not end well: {meaning(item.exit_code or 0)}; see {item.child.log}")
         lines.append(f"model: {self._directory.model}" if self._directory.model.is_dir() else "model: none")
-        good = finished and not failed and len(self._learners) == self._num_learners
+        good = finished and not failed and len(self._learners) == len(self._launchers)
         as_told = self._num_signals > 0 and not failed
         self._display.message("\n".join(lines), style="green" if good else "yellow" if as_told else "red")
         return good
-
-
-def _gpus_of(learner_id: int, num_learners: int, num_gpus: int, *, all_of_them: bool) -> str | None:
-    """CUDA_VISIBLE_DEVICES of one learner: one GPU, or its even part of ``all_of_them``."""
-    if not num_gpus:
-        return None
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    names = visible[:num_gpus] or [str(index) for index in range(num_gpus)]
-    if not all_of_them or num_gpus < num_learners:
-        return names[learner_id % len(names)]
-    share = len(names) // num_learners
-    return ",".join(names[learner_id * share : (learner_id + 1) * share])

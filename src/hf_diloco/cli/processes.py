@@ -15,12 +15,17 @@ from hf_diloco.errors import DiLoCoError
 
 _TAIL_LINES = 15
 
-# What the job that hf-diloco launch itself runs in may have set; it would mislead a learner, a world of its own.
+# What the job that hf-diloco launch itself runs in may have set for its ranks; it would mislead a learner, a world of
+# its own.
 _OUTER_JOB = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
-    "ROLE_WORLD_SIZE", "ROLE_NAME", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE",
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MPI_LOCALNRANKS", "MPI_LOCALRANKID",
+    "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASKS_PER_NODE",
+    "SLURM_NTASKS_PER_NODE", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_GTIDS",
 )  # fmt: skip
-_OUTER_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PALS_", "HF_DILOCO_")
+_OUTER_PREFIXES = (
+    "TORCHELASTIC_", "PET_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_", "PMIX_", "PALS_", "HF_DILOCO_",
+)  # fmt: skip
 
 
 class Child:
@@ -138,10 +143,12 @@ def clean_environment() -> dict[str, str]:
     }
 
 
-def count_gpus() -> int:
-    """How many accelerators torch can use here; asked in another process, so that this one stays small."""
+def names_of_gpus() -> list[str]:
+    """The GPUs that torch can use here, as CUDA_VISIBLE_DEVICES names them; asked in another process, to stay small."""
     if not (Path("/dev/nvidia0").exists() or Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()):
-        return 0
+        return []
     question = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     answer = subprocess.run(question, capture_output=True, text=True, timeout=300, check=False)
-    return int(answer.stdout) if answer.returncode == 0 else 0
+    num_gpus = int(answer.stdout) if answer.returncode == 0 else 0
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return visible[:num_gpus] or [str(index) for index in range(num_gpus)]
