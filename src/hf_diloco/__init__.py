@@ -13,11 +13,13 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from hf_diloco.config import DiLoCoPlugin, SyncerConfig
     from hf_diloco.errors import DiLoCoError
+    from hf_diloco.integrations.accelerate import DiLoCo
     from hf_diloco.integrations.checkpoints import last_checkpoint
     from hf_diloco.integrations.transformers import DiLoCoCallback
     from hf_diloco.learner.data import shard_dataset
 
 _HOMES = {
+    "DiLoCo": "hf_diloco.integrations.accelerate",
     "DiLoCoCallback": "hf_diloco.integrations.transformers",
     "DiLoCoPlugin": "hf_diloco.config",
     "SyncerConfig": "hf_diloco.config",
@@ -27,6 +29,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "DiLoCo",
     "DiLoCoCallback",
     "DiLoCoError",
     "DiLoCoPlugin",

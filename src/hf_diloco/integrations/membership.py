@@ -14,7 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from hf_diloco.config import DiLoCoPlugin
-from hf_diloco.errors import DiLoCoError
+from hf_diloco.errors import DiLoCoError, UnsupportedError
 from hf_diloco.integrations.model_files import model_files
 from hf_diloco.integrations.schedules import follow
 from hf_diloco.learner.learner import Learner
@@ -61,7 +61,7 @@ class Membership:
         self.has_ended = False  # the rest of the loop needs no more of the learner
         self.holds_global = False  # ... because the model holds the final global values
         self._plugin, self._scheduler = plugin, scheduler
-        self._optimizer = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+        self._optimizer = inner_optimizer(optimizer)
         self._joint_step: int | None = None  # of the checkpoint of the whole run that is being saved
         self._counter = TokenCounter(model)
         parameters = ModelParameters(model)
@@ -159,6 +159,25 @@ class Membership:
 
     def __str__(self) -> str:
         return f"[learner {self._plugin.learner_id} · step {self.learner.global_step}]"
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer of torch in what Accelerate makes of it."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def refuse_several_processes(num_processes: int) -> None:
+    """For the time being.
+
+    Raises:
+        UnsupportedError: there are several.
+    """
+    if num_processes > 1:
+        raise UnsupportedError(
+            f"this learner has {num_processes} processes; learners of several processes come with the next release. "
+            "Start one learner for each process: `hf-diloco launch --num-learners N`, or `accelerate launch "
+            "--num_processes 1` with its own HF_DILOCO_LEARNER_ID each."
+        )
 
 
 def reseed(dataloader: Any, seed: int) -> None:

@@ -43,6 +43,12 @@ def warn_if_stuck(scheduler: Any, *, stacklevel: int) -> bool:
     return True
 
 
+def num_steps(scheduler: Any) -> int | None:
+    """How often it has stepped; None if it cannot follow the run, or there is none."""
+    scheduler = _unwrap(scheduler)[0]
+    return scheduler.last_epoch if _can_follow(scheduler) else None
+
+
 def _can_follow(scheduler: Any) -> bool:
     """Whether its learning rate depends on steps alone, and not on what the loss did (plateau, greedy)."""
     return isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)

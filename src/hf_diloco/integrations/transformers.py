@@ -15,7 +15,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from hf_diloco.config import DiLoCoPlugin
 from hf_diloco.errors import DiLoCoWarning, UnsupportedError
-from hf_diloco.integrations.membership import Membership, reseed
+from hf_diloco.integrations.membership import Membership, refuse_several_processes, reseed
 from hf_diloco.integrations.schedules import warn_if_stuck
 from hf_diloco.integrations.trainer_stack import end_training, put_first, save, serves, trainer_above
 from hf_diloco.learner.data import data_seed
@@ -276,12 +276,7 @@ class DiLoCoCallback(TrainerCallback):
 
 
 def _check(args: TrainingArguments) -> None:
-    if args.world_size > 1:
-        raise UnsupportedError(
-            f"this learner has {args.world_size} processes; learners of several processes come with the next release. "
-            "Start one learner for each process: `hf-diloco launch --num-learners N`, or `accelerate launch "
-            "--num_processes 1` with its own HF_DILOCO_LEARNER_ID each."
-        )
+    refuse_several_processes(args.world_size)
     if args.n_gpu > 1:
         raise UnsupportedError(
             f"Trainer would spread this learner over {args.n_gpu} GPUs with nn.DataParallel. Start it through "
