@@ -110,8 +110,6 @@ def test_tokens_are_those_that_trainer_counts(tmp_path, scripted):
     assert sum(learner.tokens) == trainer.state.num_input_tokens_seen > 0
     assert learner.losses[:2] == [None, None]
     assert learner.losses[2] == pytest.approx(trainer.state.log_history[0]["loss"])
-    assert learner.digests[0] is None
-    assert learner.digests[1] == learner.digests[5] is not None
     assert not trainer.model._forward_pre_hooks
 
 

@@ -14,6 +14,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from hf_diloco.core.data_digest import NUM_HASHES, overlap
+from hf_diloco.learner.examples import example_numbers
 from hf_diloco.learner.tokens import TokenCounter
 
 pytestmark = pytest.mark.fast
@@ -141,20 +143,50 @@ def test_on_an_accelerator_the_newest_count_is_not_waited_for(monkeypatch):
     assert counter.take(wait=True) == 50
 
 
-def test_the_digest_tells_whether_two_learners_read_the_same(llama):
-    def digest(batches):
-        counter = TokenCounter(llama, num_digest_batches=2)
-        counter.attach()
-        digests = []
-        for batch in batches:
-            llama(input_ids=batch)
-            digests.append(counter.data_digest())
-        counter.detach()
-        return digests
+def digest(model, batches):
+    counter = TokenCounter(model)
+    counter.attach()
+    for batch in batches:
+        model(**batch)
+    counter.detach()
+    return counter.data_digest()
 
-    first = digest([IDS, IDS + 1, IDS + 2])
-    assert first[0] is None
-    assert first[1] == first[2]
-    assert digest([IDS, IDS + 1])[-1] == first[-1]
-    assert digest([IDS + 1, IDS])[-1] != first[-1]
-    assert digest([IDS.reshape(4, 3), IDS + 1])[-1] != first[-1]
+
+def test_the_digest_tells_whether_two_learners_read_the_same(llama):
+    """In another order, in batches of another size, with other padding: the examples are what counts."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 64, (96, 6), generator=generator)
+    lengths = torch.randint(3, 7, (96, 1), generator=generator)
+    mask = (torch.arange(6) < lengths).long()
+    here = digest(llama, [{"input_ids": ids, "attention_mask": mask}])
+    order = torch.randperm(96, generator=generator)
+    left = torch.cat([torch.zeros(96, 2, dtype=torch.long), mask.flip(1)], 1)
+    ids_left = torch.zeros(96, 8, dtype=torch.long)
+    ids_left[left.bool()] = ids[mask.bool()]  # the same tokens in the same order, row by row
+    there = [{"input_ids": ids_left[rows], "attention_mask": left[rows]} for rows in order.split(20)]
+    assert len(here) == NUM_HASHES
+    assert overlap(here, digest(llama, there)) == 1.0
+    assert overlap(here, digest(llama, [{"input_ids": ids.flip(1), "attention_mask": mask.flip(1)}])) == 0.0
+
+
+def test_a_digest_is_told_when_twice_as_many_examples_were_read(llama):
+    counter = TokenCounter(llama)
+    counter.attach()
+    told = []
+    for step in range(1, 30):
+        llama(input_ids=torch.randint(3, 64, (16, 4)))
+        if counter.data_digest() is not None:
+            told.append(step)
+    assert told == [4, 8, 16]
+    counter.forget_examples()
+    assert counter.data_digest() is None
+    counter.detach()
+
+
+def test_examples_that_are_no_tokens_have_numbers_too():
+    images = torch.randn(5, 3, 40, 50)
+    numbers = example_numbers(images, None)
+    assert len(set(numbers.tolist())) == 5
+    assert torch.equal(example_numbers(images[[3, 1]], None), numbers[[3, 1]])
+    assert example_numbers(torch.zeros(2, 0), None).shape == (2,)
+    assert example_numbers(torch.tensor([True, False]), None).shape == (2,)

@@ -14,6 +14,7 @@ import torch
 from in_process_world import SECONDS, World, leave_at, make_model, parameters, train
 from torch import nn
 
+from hf_diloco.core.data_digest import NUM_HASHES
 from hf_diloco.errors import DiLoCoWarning, LearnerRefusedError
 from hf_diloco.syncer.saved_run import latest_run
 
@@ -238,7 +239,7 @@ def test_two_learners_that_read_the_same_data_are_warned(tmp_path: Path) -> None
         going = True
         while going:
             threading.Event().wait(0.003)
-            going = learner.step(tokens=1, data_digest="the same")
+            going = learner.step(tokens=1, data_digest=tuple(range(NUM_HASHES)))
             with lock:
                 caught[learner_id] += learner._exchange.notices
                 learner._exchange.notices.clear()

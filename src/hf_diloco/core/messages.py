@@ -89,7 +89,7 @@ class Progress:
     step_seconds: float  # its usual time for an inner step
     loss: float | None = None  # the last training loss it logged
     finished: bool = False  # it has reached total_steps, or was told to stop, and waits for the final values
-    data_digest: str | None = None  # hash of its first batches, to find learners that read the same data
+    data_digest: tuple[int, ...] = ()  # a few hashes of the examples it has read (core.data_digest), if there is news
     tokens_overwritten: int = 0  # tokens of local progress that were overwritten, mean over the fragments
 
 

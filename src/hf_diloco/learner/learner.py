@@ -99,7 +99,8 @@ class Learner:
         self._stepped_at: float | None = None
         self._reported_at = 0.0
         self._loss: float | None = None
-        self._data_digest: str | None = None
+        self._data_digest: tuple[int, ...] = ()
+        self._digest_said_on = -1  # the link it was last sent on
         self._finishing = False
         self._starts_over = False
 
@@ -213,7 +214,7 @@ class Learner:
 
     # ----------------------------------------------------------------------------------------------------- training
 
-    def step(self, tokens: int, *, loss: float | None = None, data_digest: str | None = None) -> bool:
+    def step(self, tokens: int, *, loss: float | None = None, data_digest: tuple[int, ...] | None = None) -> bool:
         """Count one inner step, apply what has arrived, ship what was asked for.
 
         Call it after the optimizer step, when no gradients are alive.
@@ -221,7 +222,8 @@ class Learner:
         Args:
             tokens: trained in this step.
             loss: the last training loss, for people who watch.
-            data_digest: hash of the first batches, to find learners that read the same data.
+            data_digest: hashes of examples that were read, if there are new ones, to find learners that read the same
+                data.
 
         Returns:
             False when training should end: ``global_step`` has reached ``total_steps``, or the syncer says so. Then
@@ -239,7 +241,9 @@ class Learner:
         self._steps += 1
         self._tokens += tokens
         self._exchange.steps_done = self._steps
-        self._loss, self._data_digest = loss, data_digest or self._data_digest
+        self._loss = loss
+        if data_digest is not None:
+            self._data_digest, self._digest_said_on = data_digest, -1
         self._boundary()
         if self._donor.has_work:
             self._donor.serve()
@@ -358,6 +362,8 @@ class Learner:
                 exchange.ship(cut)
 
     def _report(self) -> None:
+        is_news = self._digest_said_on != self._exchange.num_links
+        self._digest_said_on = self._exchange.num_links
         self._exchange.send(
             ms.Progress(
                 global_step=self.global_step,
@@ -366,7 +372,7 @@ class Learner:
                 step_seconds=max(self._step_seconds, 1e-6),
                 loss=self._loss,
                 finished=self._finishing,
-                data_digest=self._data_digest,
+                data_digest=self._data_digest if is_news else (),
                 tokens_overwritten=round(self._tokens_overwritten),
             )
         )

@@ -1,8 +1,7 @@
-"""Count the tokens that a model is trained on, from its own forward calls."""
+"""Count the tokens that a model is trained on, and note the examples, from its own forward calls."""
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from hf_diloco.learner.examples import ExamplesRead
 
 _IGNORED_LABEL = -100
 
@@ -23,10 +24,9 @@ class TokenCounter:
 
     Args:
         model: The module whose ``forward`` is called with a batch; :meth:`attach` puts a hook on it.
-        num_digest_batches: Micro-batches (K) that :meth:`data_digest` covers.
     """
 
-    def __init__(self, model: nn.Module, *, num_digest_batches: int = 4) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         self._main_input = getattr(model, "main_input_name", None) or "input_ids"
@@ -34,9 +34,7 @@ class TokenCounter:
         self._known = 0  # tokens whose number follows from shapes
         self._on_device: dict[torch.device, Tensor] = {}  # int64 sums that have not been read
         self._pending: deque[_Reading] = deque()
-        self._digest = hashlib.blake2b(digest_size=16)
-        self._num_digest_batches = num_digest_batches
-        self._num_digested = 0
+        self._examples = ExamplesRead()
 
     def attach(self) -> None:
         """Start to count. Idempotent."""
@@ -72,12 +70,13 @@ class TokenCounter:
             tokens += self._pending.popleft().tokens()
         return tokens
 
-    def data_digest(self) -> str | None:
-        """32 hex digits over the inputs of the first K micro-batches; None until there were so many.
+    def data_digest(self) -> tuple[int, ...] | None:
+        """A few hashes of the examples read (see :mod:`hf_diloco.core.data_digest`), if there are new ones to tell."""
+        return self._examples.news()
 
-        Two learners with the same digest read the same data in the same order.
-        """
-        return self._digest.hexdigest() if self._num_digested >= self._num_digest_batches else None
+    def forget_examples(self) -> None:
+        """The learner reads another part of the data from now on: :meth:`data_digest` begins anew."""
+        self._examples.forget()
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not (module.training and torch.is_grad_enabled()):
@@ -86,8 +85,9 @@ class TokenCounter:
         if args and isinstance(args[0], Tensor) and self._main_input not in kwargs:
             inputs = {self._main_input: args[0], **kwargs}
         self._count(inputs)
-        if self._num_digested < self._num_digest_batches:
-            self._add_to_digest(inputs)
+        examples = self._main(inputs)
+        if examples is not None:
+            self._examples.add(examples, inputs.get("attention_mask"))
 
     def _count(self, inputs: Mapping[str, Any]) -> None:
         mask, ids, embeddings = (inputs.get(name) for name in ("attention_mask", "input_ids", "inputs_embeds"))
@@ -118,14 +118,6 @@ class TokenCounter:
         """The tensor with a row for each sample."""
         values = (inputs.get(self._main_input), *inputs.values())
         return next((value for value in values if isinstance(value, Tensor) and value.dim()), None)
-
-    def _add_to_digest(self, inputs: Mapping[str, Any]) -> None:
-        value = self._main(inputs)
-        if value is not None:
-            self._digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            data = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-            self._digest.update(data.numpy().data)
-        self._num_digested += 1
 
 
 class _Reading(NamedTuple):

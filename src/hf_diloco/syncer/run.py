@@ -21,6 +21,7 @@ from hf_diloco.syncer.donations import Donations
 from hf_diloco.syncer.history import History
 from hf_diloco.syncer.joint import JointCheckpoints
 from hf_diloco.syncer.ledger import Ledger
+from hf_diloco.syncer.readers import Readers
 from hf_diloco.syncer.restart import Restart
 from hf_diloco.syncer.roster import Terms
 from hf_diloco.syncer.run_directory import RunDirectory
@@ -70,7 +71,7 @@ class Run:
         self._linked: set[int] = set()  # let in, and not gone since
         self._known: set[int] = set()  # let in, and not left for good
         self._updates = Updates(self.state, links, tape, self.ledger, lambda: self.outer_step)
-        self._readers: dict[str, int] = {}  # digest of the first batches -> learner that read them
+        self._readers = Readers(links, tape)
         self._events: deque[ev.Event] = deque()
         self._restart = self._resume(*saved) if saved is not None else None
         self._joint = JointCheckpoints(terms.config.save_every, self.rounds.outer_step)
@@ -111,6 +112,7 @@ class Run:
         if learner_id not in (self._known if for_good else self._linked):
             return
         self._linked.discard(learner_id)
+        self._readers.forget(learner_id)
         self._joint.gone(learner_id)
         if for_good:
             self._known.discard(learner_id)
@@ -160,7 +162,7 @@ class Run:
     def _on_progress(self, learner_id: int, message: ms.Progress) -> None:
         self.ledger.account(learner_id).report(message)
         if message.data_digest:
-            self._compare_data(learner_id, message.data_digest)
+            self._readers.compare(learner_id, message.data_digest)
         self.dispatch(
             ev.Reported(
                 learner_id=learner_id,
@@ -179,18 +181,6 @@ class Run:
         )  # fmt: skip
         self._tape.write("state", learner_id=learner_id, **dataclasses.asdict(message))
 
-    def _compare_data(self, learner_id: int, data_digest: str) -> None:
-        other = self._readers.setdefault(data_digest, learner_id)
-        if other in (learner_id, -1):
-            return
-        self._readers[data_digest] = -1  # said once
-        text = (
-            f"learners {other} and {learner_id} read the same training data in the same order, so the second adds "
-            "nothing. Give each its own part: train_dataset=shard_dataset(dataset) in the training script."
-        )
-        logger.warning("[syncer · step %d] %s", self.outer_step, text)
-        self._tape.write("warning", learner_ids=[other, learner_id], text=text)
-        self._links.send([other, learner_id], ms.Notice(text=text))
 
     def _on_applied(self, learner_id: int, message: ms.Applied) -> None:
         if not 0 <= message.fragment_index < len(self.rounds.current):
