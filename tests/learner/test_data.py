@@ -20,7 +20,17 @@ def _no_environment(monkeypatch):
         monkeypatch.delenv(f"HF_DILOCO_{name}", raising=False)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter(range(self.size))
+
+
 def make(kind, size=23):
+    if kind == "stream":
+        return Stream(size)
     if kind == "list":
         return list(range(size))
     if kind == "torch":
@@ -34,7 +44,7 @@ def values(dataset):
             for item in dataset]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["list", "torch", "map", "1", "4", "5"])
+@pytest.mark.parametrize("kind", ["list", "torch", "map", "stream", "1", "4", "5"])
 @pytest.mark.parametrize("num_shards", [1, 2, 4, 7])
 def test_parts_are_disjoint_and_cover(kind, num_shards):
     parts = [values(shard_dataset(make(kind), num_shards=num_shards, shard=index)) for index in range(num_shards)]
@@ -85,12 +95,8 @@ def test_numbers_out_of_range(num_shards, shard, message):
 
 
 def test_what_cannot_be_split_is_named():
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(range(3))
-
-    with pytest.raises(TypeError, match="cannot split a Stream"):
-        shard_dataset(Stream(), num_shards=2, shard=0)
+    with pytest.raises(TypeError, match="cannot split a generator"):
+        shard_dataset((number for number in range(3)), num_shards=2, shard=0)
     with pytest.raises(TypeError, match="DatasetDict with train, test"):
         shard_dataset(datasets.DatasetDict(train=make("map"), test=make("map")), num_shards=2, shard=0)
 

@@ -1,4 +1,4 @@
-"""Give each learner its own part of the training set, in its own order."""
+"""Give each learner its own shard of the training set, in its own order."""
 
 from __future__ import annotations
 
@@ -9,32 +9,35 @@ from typing import Any, cast
 
 import datasets
 from datasets.distributed import split_dataset_by_node
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from hf_diloco.config import DiLoCoPlugin
-from hf_diloco.errors import ConfigError, DiLoCoWarning
+from hf_diloco.errors import ConfigError, DiLoCoWarning, UnsupportedError
+from hf_diloco.learner.lease import ShardLease, lease_for
 
 
 def shard_dataset(
     dataset: Any, *, num_shards: int | None = None, shard: int | None = None, plugin: DiLoCoPlugin | None = None
 ) -> Any:
-    """The part of a training set that this learner reads; the parts are disjoint and cover it.
+    """The shard of a training set that this learner reads; the shards are disjoint and cover it.
 
-    Call it before the dataset goes to Trainer or to a DataLoader, which then split the part over the learner's own
-    ranks. Without a syncer (and without ``shard``) the dataset is returned as it is.
+    Call it before the dataset goes to Trainer or to a DataLoader, which then split the shard over the learner's own
+    ranks. Without a syncer (and without ``shard``) the dataset is returned as it is. A map-style dataset keeps its
+    shard; of an iterable one each pass may read another, as the syncer leases them (``docs/data.md``).
 
     Args:
-        dataset: A ``datasets.Dataset`` or a map-style torch dataset (contiguous parts), or a
+        dataset: A ``datasets.Dataset`` or a map-style torch dataset (contiguous shards), a
             ``datasets.IterableDataset`` (its files if ``num_shards`` divides their number, else every
-            ``num_shards``-th example; if you shuffle it, use the same seed at all learners).
-        num_shards: Number of parts; equal at all learners. Default: ``HF_DILOCO_NUM_SHARDS``. Choose it at least as
+            ``num_shards``-th example; if you shuffle it before, use the same seed at all learners), or an iterable
+            torch dataset (every ``num_shards``-th example).
+        num_shards: Number of shards; equal at all learners. Default: ``HF_DILOCO_NUM_SHARDS``. Choose it at least as
             large as the number of learners there will ever be.
-        shard: Which part. Default: the learner's id, wrapped around with a warning if there are fewer parts.
+        shard: Which shard, for good. Default: the learner's id modulo ``num_shards``, at first.
         plugin: Where the defaults come from. Default: ``DiLoCoPlugin()``, that is, the environment.
 
     Raises:
-        ConfigError: the number of parts is unknown or out of range, or a part would be empty.
-        TypeError: the dataset can neither be indexed nor is a ``datasets.IterableDataset``.
+        ConfigError: the number of shards is unknown or out of range, or a shard would be empty.
+        TypeError: the dataset can neither be indexed nor is iterable as Trainer wants it.
     """
     plugin = plugin or DiLoCoPlugin()
     if shard is None and not plugin.syncer:
@@ -47,7 +50,13 @@ def shard_dataset(
         )
     if num_shards < 1:
         raise ConfigError(f"num_shards={num_shards} is out of range; it must be at least 1.")
-    return _take(dataset, num_shards, _choose(shard, num_shards, plugin))
+    if shard is not None and not 0 <= shard < num_shards:
+        raise ConfigError(
+            f"shard={shard} is out of range; with num_shards={num_shards} it must be 0 to {num_shards - 1}."
+        )
+    if isinstance(dataset, datasets.IterableDataset | IterableDataset):
+        return _leased(dataset, lease_for(plugin, num_shards) if shard is None else ShardLease(num_shards, shard))
+    return _take(dataset, num_shards, _home(num_shards, plugin) if shard is None else shard)
 
 
 def data_seed(seed: int, learner_id: int, from_step: int = 0) -> int:
@@ -66,13 +75,7 @@ def data_seed(seed: int, learner_id: int, from_step: int = 0) -> int:
     return int.from_bytes(digest, "big") % 2**31
 
 
-def _choose(shard: int | None, num_shards: int, plugin: DiLoCoPlugin) -> int:
-    if shard is not None:
-        if not 0 <= shard < num_shards:
-            raise ConfigError(
-                f"shard={shard} is out of range; with num_shards={num_shards} it must be 0 to {num_shards - 1}."
-            )
-        return shard
+def _home(num_shards: int, plugin: DiLoCoPlugin) -> int:
     assert plugin.learner_id is not None  # DiLoCoPlugin has checked: there is a syncer
     if plugin.learner_id >= num_shards:
         warnings.warn(
@@ -85,9 +88,20 @@ def _choose(shard: int | None, num_shards: int, plugin: DiLoCoPlugin) -> int:
     return plugin.learner_id % num_shards
 
 
-def _take(dataset: Any, num_shards: int, shard: int) -> Any:
+def _leased(dataset: Any, lease: ShardLease) -> Any:
+    try:
+        from hf_diloco.learner.streams import ShardOfStream, shard_of_iterable
+    except ImportError as error:
+        raise UnsupportedError(
+            f"datasets {datasets.__version__} reads its sources in a way that shard_dataset does not know ({error}). "
+            "Install a version of datasets that hf-diloco was tested with (constraints.txt)."
+        ) from error
     if isinstance(dataset, datasets.IterableDataset):
-        return split_dataset_by_node(dataset, rank=shard, world_size=num_shards)
+        return shard_of_iterable(dataset, lease)
+    return ShardOfStream(dataset, lease)
+
+
+def _take(dataset: Any, num_shards: int, shard: int) -> Any:
     if isinstance(dataset, Mapping):
         names = ", ".join(map(str, list(dataset)[:4]))
         raise TypeError(
@@ -96,8 +110,8 @@ def _take(dataset: Any, num_shards: int, shard: int) -> Any:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise TypeError(
             f"shard_dataset cannot split a {type(dataset).__name__}: it needs a datasets.Dataset, a "
-            "datasets.IterableDataset, or a map-style dataset with __len__ and __getitem__. Let your dataset read its "
-            "own part instead: DiLoCoPlugin().learner_id of num_shards."
+            "datasets.IterableDataset, a torch IterableDataset, or a map-style dataset with __len__ and __getitem__. "
+            "Let your dataset read its own part instead: DiLoCoPlugin().learner_id of num_shards."
         )
     size = len(dataset)
     if size < num_shards:
