@@ -67,9 +67,7 @@ class ComingAndGoing(RuleBasedStateMachine):
 
     def held(self):
         """Learners that count: here, or away for a short time."""
-        return set(self.reading) | {
-            who for who, since in self.away_since.items() if self.now - since <= ABSENT_SECONDS
-        }
+        return set(self.reading) | {who for who, since in self.away_since.items() if self.now - since <= ABSENT_SECONDS}
 
     @invariant()
     def nobody_shares(self):

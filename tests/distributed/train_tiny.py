@@ -9,10 +9,11 @@ import sysconfig
 import time
 from pathlib import Path
 
+import datasets
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from hf_diloco import DiLoCoCallback, DiLoCoPlugin, last_checkpoint
+from hf_diloco import DiLoCoCallback, DiLoCoPlugin, last_checkpoint, shard_dataset
 from hf_diloco.core.codec import digest
 from hf_diloco.learner.optimizer_state import OptimizerState, piece_digest
 from hf_diloco.learner.parameters import ModelParameters
@@ -46,6 +47,27 @@ class Beginning(TrainerCallback):
         self._path.write_text(json.dumps({"pieces": digests, "steps": steps, "trainer_step": state.global_step}))
 
 
+class Reads(TrainerCallback):
+    """Writes down the shard of each step's examples: what ``stream`` has put into their first token."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
+        model.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def _see(self, module, args, kwargs) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(kwargs["input_ids"][:, 0].tolist()) + "\n")
+
+
+def stream(folder: Path) -> datasets.IterableDataset:
+    """A file for each shard, written by the test."""
+    files = sorted(map(str, folder.glob("*.jsonl")))
+    whole = datasets.load_dataset("json", data_files=files, split="train", streaming=True, cache_dir=str(folder))
+    return shard_dataset(whole, num_shards=len(files))
+
+
 def dataset(seed: int) -> list[dict[str, list[int]]]:
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     data = b"".join(path.read_bytes() for path in paths[:40])
@@ -70,6 +92,7 @@ def main() -> None:
     parser.add_argument("--max_steps", type=int, default=200)
     parser.add_argument("--step_seconds", type=float, default=0.0)
     parser.add_argument("--data_seed", type=int, default=0)
+    parser.add_argument("--stream", type=Path, default=None, help="folder of a streaming data set; default: bytes")
     parser.add_argument("--order_seed", type=int, default=1)
     parser.add_argument("--model_seed", type=int, default=0)
     parser.add_argument("--hidden_size", type=int, default=16)
@@ -96,11 +119,12 @@ def main() -> None:
     trainer = Trainer(
         model=network,
         args=arguments,
-        train_dataset=dataset(options.data_seed),
+        train_dataset=stream(options.stream) if options.stream else dataset(options.data_seed),
         callbacks=[
             Pace(options.step_seconds, options.hang_at_step, options.hang_seconds),
             DiLoCoCallback(DiLoCoPlugin()),
             Beginning(options.result.with_suffix(".begin.json")),
+            *([Reads(options.result.with_suffix(".reads"))] if options.stream else []),
         ],
     )
     own = last_checkpoint(trainer.args.output_dir) if options.save_steps else None

@@ -49,6 +49,7 @@ class Hello:
     torch_version: str
     global_step: int  # g of this learner in this run; 0 for a new process
     held: tuple[Version, ...]  # version of each fragment it holds; empty for a new process
+    shard: int | None = None  # it reads or would begin with; None: its shard is its own affair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,13 @@ class Progress:
     finished: bool = False  # it has reached total_steps, or was told to stop, and waits for the final values
     data_digest: tuple[int, ...] = ()  # a few hashes of the examples it has read (core.data_digest), if there is news
     tokens_overwritten: int = 0  # tokens of local progress that were overwritten, mean over the fragments
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantShard:
+    """The learner has read this shard of the training set to its end: which is next?"""
+
+    shard: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +261,13 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LeaseShard:
+    """Read this shard of the training set: nobody else does. The answer to WantShard, and to a Hello with a shard."""
+
+    shard: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ask:
     """Send your update of this fragment at your next step boundary."""
 
@@ -333,5 +348,5 @@ Message = (
     | HandedBack | SavedCheckpoint | Leaving | Goodbye
     | Welcome | SendValues | Refused | Start | Ask | HandBack | SaveCheckpoint | UpdateRefused
     | RoundClosed | Publication | Stop | Released | Notice
-    | StateTaken | StateMessage
+    | StateTaken | StateMessage | WantShard | LeaseShard
 )  # fmt: skip

@@ -116,6 +116,11 @@ class Membership:
             self.finish()
         return goes_on
 
+    def end_pass(self) -> None:
+        """A pass over the data has ended: the next one reads the shard that the syncer leases to this learner."""
+        if self.learner.end_pass(interrupted=self.preemption.requested):
+            self._counter.forget_examples()
+
     @property
     def save_wanted(self) -> bool:
         """The syncer wants a checkpoint of this step, as a part of one of the whole run."""

@@ -17,8 +17,10 @@ from hf_diloco.config import DiLoCoPlugin
 from hf_diloco.errors import DiLoCoWarning, UnsupportedError
 from hf_diloco.integrations.membership import Membership, refuse_several_processes, reseed
 from hf_diloco.integrations.schedules import warn_if_stuck
+from hf_diloco.integrations.shard_position import ShardPosition
 from hf_diloco.integrations.trainer_stack import end_training, put_first, save, serves, trainer_above
 from hf_diloco.learner.data import data_seed
+from hf_diloco.learner.lease import lease_of
 from hf_diloco.links.base import LearnerLink
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class DiLoCoCallback(TrainerCallback):
         self._plugin = plugin or DiLoCoPlugin()
         self._make_link = link
         self._membership: Membership | None = None  # of the train() that is at work
+        self._position: ShardPosition | None = None  # in an iterable data set that was given to shard_dataset
         self._loss: float | None = None
         self._has_warned_of_schedule = False
         self._saved_at = -1  # Trainer's step of its last checkpoint
@@ -108,9 +111,13 @@ class DiLoCoCallback(TrainerCallback):
             link=self._make_link() if self._make_link else None,
             is_training=lambda frame: serves(me(), frame),
         )
+        lease = lease_of(self._plugin)
+        self._position = ShardPosition(lease, args, state) if lease is not None else None
         member.join()
         self._membership = member
         self._order_data(args, state, train_dataloader)
+        if self._position is not None:
+            self._position.begin(state, train_dataloader)
         self._has_warned_of_schedule = self._has_warned_of_schedule or warn_if_stuck(lr_scheduler, stacklevel=2)
         if trainer := trainer_above():
             put_first(trainer, self)
@@ -143,11 +150,21 @@ class DiLoCoCallback(TrainerCallback):
             control.should_evaluate = False
 
     def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        train_dataloader: Any = None,
+        **kwargs: Any,
     ) -> None:
-        """No evaluation of the epoch when there is no time for it."""
-        if self._membership is not None and self._membership.preemption.requested():
+        """Take the shard for the next pass over an iterable data set; no evaluation when there is no time for it."""
+        if self._membership is None:
+            return
+        if self._membership.preemption.requested():
             control.should_evaluate = False
+        elif self._position is not None and not self._membership.has_ended:
+            self._position.end_pass(self._membership, state, control, train_dataloader)
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -15,10 +15,7 @@ _STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293
 
 
 class ExamplesRead:
-    """The digest of the examples that this learner has read, for the syncer to compare.
-
-    What is said is what was read since the last :meth:`forget`.
-    """
+    """The digest of the examples that this learner has read, for the syncer to compare."""
 
     def __init__(self) -> None:
         self._digest = DataDigest()
@@ -54,10 +51,6 @@ class ExamplesRead:
             return None
         self._say_at = 2 * self._digest.num_examples
         return self._digest.hashes
-
-    def forget(self) -> None:
-        """Begin anew, as another shard is."""
-        self.__init__()  # type: ignore[misc]
 
 
 def example_numbers(batch: Tensor, mask: Tensor | None) -> Tensor:

@@ -22,10 +22,12 @@ from hf_diloco.core.fragments import Fragment, FragmentLayout
 from hf_diloco.errors import DiLoCoError, DiLoCoWarning, SyncerUnreachableError
 from hf_diloco.learner.donation import Donor, take_state
 from hf_diloco.learner.exchange import Cut, Exchange
+from hf_diloco.learner.lease import lease_of
 from hf_diloco.learner.local import LocalFragment, Prepared
 from hf_diloco.learner.metrics import metrics
 from hf_diloco.learner.optimizer_state import optimizer_state
 from hf_diloco.learner.parameters import ModelParameters
+from hf_diloco.learner.passes import next_shard
 from hf_diloco.links.base import LearnerLink
 
 logger = logging.getLogger(__name__)
@@ -80,6 +82,7 @@ class Learner:
         self._wanted_steps, self._steps_from_epochs = total_steps, steps_from_epochs
         self._files = dict(files or {})
         self._constants_digest = parameters.constants_digest()
+        self._lease = lease_of(plugin)
         incarnation = uuid.uuid4().hex[:12]
         self._incarnation = incarnation
         self._exchange = Exchange(
@@ -148,6 +151,8 @@ class Learner:
                 logger.warning("[learner %d] %s (%.0f s so far)", self.learner_id, what, now - opened_at)
         assert exchange.welcome is not None
         self.total_steps = exchange.welcome.total_steps
+        if self._lease is not None and exchange.leased_shard is not None:
+            self._lease.move(exchange.leased_shard)
         if self._optimizer is not None and exchange.started_at:
             state = self._optimizer_state
             exchange.send(take_state(self.learner_id, exchange, self._optimizer, state, self._boundary, interrupted))
@@ -173,7 +178,8 @@ class Learner:
             healed = bool(exchange.fragments) and all(local.version is not None for local in exchange.fragments)
             if exchange.started_at is not None:
                 self.global_step = max(self.global_step, exchange.started_at)
-            return healed and (exchange.started_at is not None or exchange.released is not None)
+            knows_shard = self._lease is None or exchange.leased_shard is not None
+            return healed and knows_shard and (exchange.started_at is not None or exchange.released is not None)
 
     def _hello(self) -> ms.Hello:
         none = ms.Version(0, 0)
@@ -185,7 +191,8 @@ class Learner:
             constants_digest=self._constants_digest,
             total_steps=self._wanted_steps,
             steps_from_epochs=self._steps_from_epochs,
-            num_shards=self._plugin.num_shards,
+            num_shards=self._plugin.num_shards if self._lease is None else self._lease.num_shards,
+            shard=None if self._lease is None else self._lease.shard,
             library_version=hf_diloco.__version__,
             torch_version=torch.__version__,
             global_step=self.global_step,
@@ -254,6 +261,22 @@ class Learner:
             self._show_notices()
         ended = self._exchange.stop_reason is not None or self._exchange.released is not None
         return not ended and self.global_step < self.total_steps
+
+    def end_pass(self, *, interrupted: Callable[[], bool] = _never) -> bool:
+        """Between two passes over the data: take the shard that the syncer leases for the next one.
+
+        Args:
+            interrupted: looked at while waiting for the syncer's answer.
+
+        Returns:
+            Whether it is another shard. It is the same one without a data set whose shard can change.
+        """
+        if self._lease is None:
+            return False
+        own = self._lease.shard
+        self._lease.move(next_shard(self._exchange, own, interrupted))
+        logger.info("[learner %d · step %d] reads shard %d", self.learner_id, self.global_step, self._lease.shard)
+        return self._lease.shard != own
 
     def take_save_wanted(self) -> int | None:
         """Outer step of a checkpoint of the whole run that this learner is to save its part of, now; said once."""

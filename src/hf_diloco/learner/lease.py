@@ -21,7 +21,7 @@ class ShardLease:
 
     def __init__(self, num_shards: int, shard: int) -> None:
         self.num_shards = num_shards
-        self._shard = torch.tensor([shard]).share_memory_()
+        self._shard = torch.tensor([shard]).share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def shard(self) -> int:

@@ -76,7 +76,7 @@ class TokenCounter:
 
     def forget_examples(self) -> None:
         """The learner reads another part of the data from now on: :meth:`data_digest` begins anew."""
-        self._examples.forget()
+        self._examples = ExamplesRead()
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not (module.training and torch.is_grad_enabled()):

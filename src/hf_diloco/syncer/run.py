@@ -27,6 +27,7 @@ from hf_diloco.syncer.roster import Terms
 from hf_diloco.syncer.run_directory import RunDirectory
 from hf_diloco.syncer.saved_run import Facts, SavedRun
 from hf_diloco.syncer.saver import Saver
+from hf_diloco.syncer.shards import Shards
 from hf_diloco.syncer.state import GlobalState
 from hf_diloco.syncer.supply import Supply
 from hf_diloco.syncer.tape import Tape
@@ -72,6 +73,7 @@ class Run:
         self._known: set[int] = set()  # let in, and not left for good
         self._updates = Updates(self.state, links, tape, self.ledger, lambda: self.outer_step)
         self._readers = Readers(links, tape)
+        self._shards = Shards(links, tape)
         self._events: deque[ev.Event] = deque()
         self._restart = self._resume(*saved) if saved is not None else None
         self._joint = JointCheckpoints(terms.config.save_every, self.rounds.outer_step)
@@ -82,6 +84,7 @@ class Run:
         self.supply.restore(saved.constants, saved.checkpoint.files)
         self.ledger.restore(saved.facts)
         self._known = set(history.known_learners)
+        self._shards = Shards(self._links, self._tape, saved.facts.shard_passes)
         self.rounds.outer_step = history.outer_step
         logger.info(
             "[syncer · step %d] going on from %s; learners hand back what is newer",
@@ -105,6 +108,7 @@ class Run:
         logger.info("[syncer · step %d] learner %d (%s) is here", self.outer_step, learner_id, hello.host)
         self._tape.write("join", learner_id=learner_id, incarnation=hello.incarnation, host=hello.host)
         self._links.send([learner_id], self.terms.welcome(self.rounds.incarnation, self.outer_step))
+        self._shards.join(learner_id, hello, time.monotonic())
         self.dispatch(_joined(learner_id, hello))
 
     def leave(self, learner_id: int, reason: str, *, for_good: bool) -> None:
@@ -113,6 +117,7 @@ class Run:
             return
         self._linked.discard(learner_id)
         self._readers.forget(learner_id)
+        self._shards.leave(learner_id, time.monotonic(), for_good=for_good)
         self._joint.gone(learner_id)
         if for_good:
             self._known.discard(learner_id)
@@ -150,6 +155,9 @@ class Run:
         elif isinstance(message, ms.HandedBack):
             if self._restart is not None:  # later it is too old: the recovery has ended without it
                 self.dispatch(self._restart.take(learner_id, message, payload))
+        elif isinstance(message, ms.WantShard):
+            self._shards.next(learner_id, message, time.monotonic())
+            self._readers.forget(learner_id)
         elif isinstance(message, ms.StateTaken):
             self._on_state_taken(learner_id, message)
         elif isinstance(message, ms.StateMessage):
@@ -180,7 +188,6 @@ class Run:
             message.source, f" ({message.reason})" if message.reason else "",
         )  # fmt: skip
         self._tape.write("state", learner_id=learner_id, **dataclasses.asdict(message))
-
 
     def _on_applied(self, learner_id: int, message: ms.Applied) -> None:
         if not 0 <= message.fragment_index < len(self.rounds.current):
@@ -345,6 +352,7 @@ class Run:
             tape_bytes=self._tape.size_bytes,
             learner_checkpoints={str(who): path for who, path in (learner_checkpoints or {}).items()},
             final=self.rounds.phase == "saving",
+            shard_passes=self._shards.num_passes,
         )
 
     def save(self) -> None:

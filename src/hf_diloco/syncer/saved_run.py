@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Facts:
     tape_bytes: int
     learner_checkpoints: dict[str, str]  # of a checkpoint of the whole run: learner id -> path on its machine
     final: bool = False  # these are the values that the run ends with
+    shard_passes: list[int] = field(default_factory=list)  # times that each shard was read to its end
 
 
 def save_run(

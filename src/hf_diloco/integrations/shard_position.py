@@ -1,0 +1,64 @@
+"""Which shard of an iterable data set a Trainer reads, and how far it is in it; kept in Trainer's checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from hf_diloco.integrations.membership import Membership
+from hf_diloco.learner.lease import ShardLease
+
+_SHARD = "hf-diloco shard"  # in trainer_state.json
+
+
+class ShardPosition:
+    """One training's place in its data; made before the learner joins.
+
+    Trainer resumes within the first pass: it skips as many batches as were trained in all. In a later pass only the
+    batches of that pass are to be skipped, which are told to the data loader here.
+
+    Args:
+        lease: of this learner.
+        args: of the Trainer.
+        state: of the Trainer, with what a checkpoint holds if it resumes.
+    """
+
+    def __init__(self, lease: ShardLease, args: TrainingArguments, state: TrainerState) -> None:
+        self._lease, self._args = lease, args
+        # What is put here goes into Trainer's checkpoints, and comes from them.
+        self._saved = cast(dict[str, Any], state.stateful_callbacks)
+        self._skipping_from: int | None = None  # step at which a resumed pass begins, while Trainer is not to skip
+        self._ignored_data_skip = args.ignore_data_skip
+        self._saved_shard: int | None = None
+        if state.global_step and _SHARD in self._saved:
+            self._saved_shard = int(self._saved[_SHARD]["shard"])
+            lease.move(self._saved_shard % lease.num_shards)  # it is asked for; another learner may have it by now
+
+    def begin(self, state: TrainerState, dataloader: Any) -> None:
+        """The learner has joined and has its shard."""
+        step, same_shard = state.global_step, self._lease.shard == self._saved_shard
+        pass_from = int(self._saved.get(_SHARD, {}).get("pass_from", 0)) if self._saved_shard is not None else 0
+        if step and (pass_from or not same_shard) and not self._args.ignore_data_skip:
+            steps_in_pass = step - pass_from if same_shard else 0
+            # Instead of Trainer's own skipping. (Random numbers go on from the seed, not from the checkpoint.)
+            self._args.ignore_data_skip = True
+            dataloader.skip_batches = steps_in_pass * self._args.gradient_accumulation_steps
+            self._skipping_from = step
+            pass_from = step - steps_in_pass
+        self._note(pass_from)
+
+    def end_pass(self, member: Membership, state: TrainerState, control: TrainerControl, dataloader: Any) -> None:
+        """A pass has ended: go on with the shard that the syncer leases."""
+        if self._skipping_from is not None:
+            dataloader.skip_batches = 0
+            if state.global_step == self._skipping_from:
+                # The checkpoint was of the pass's last step; that no batch was left, Trainer took for the end of all.
+                control.should_training_stop = False
+            self._args.ignore_data_skip, self._skipping_from = self._ignored_data_skip, None
+        if not control.should_training_stop:
+            member.end_pass()
+            self._note(state.global_step)
+
+    def _note(self, pass_from: int) -> None:
+        self._saved[_SHARD] = {"shard": self._lease.shard, "pass_from": pass_from}

@@ -1,0 +1,78 @@
+"""Six shards and learners that are processes, of which one is killed and comes back: who reads what."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import Run, wait_until
+
+pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(600)]
+
+NUM_SHARDS, ROWS = 6, 16  # four steps a pass
+
+
+def write_shards(folder: Path) -> Path:
+    folder.mkdir()
+    for shard in range(NUM_SHARDS):
+        rows = [[shard, *range(row, row + 15)] for row in range(ROWS)]
+        lines = [json.dumps({"input_ids": ids, "labels": ids}) + "\n" for ids in rows]
+        (folder / f"{shard}.jsonl").write_text("".join(lines))
+    return folder
+
+
+def shards_read(run: Run, learner_id: int) -> list[int]:
+    """Of each step; the examples of one step are all of one shard."""
+    path = run.path / f"learner-{learner_id}.reads"
+    steps = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    assert all(len(set(step)) == 1 for step in steps)
+    return [step[0] for step in steps]
+
+
+def check_leases(tape: list[dict[str, Any]]) -> set[int]:
+    """Nobody is given a shard that another one holds, and who is away for a short time holds its own."""
+    held: dict[int, int] = {}
+    for line in tape:
+        if line["kind"] == "leave" and line["for_good"]:
+            held.pop(line["learner_id"], None)
+        elif line["kind"] == "lease":
+            held[line["learner_id"]] = line["shard"]
+            assert len(set(held.values())) == len(held), line
+    return {line["shard"] for line in tape if line["kind"] == "lease"}
+
+
+def test_a_learner_that_is_killed_keeps_its_shard_and_nothing_is_left_unread(start_run: Any, tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "shards")
+    options = {"stream": folder, "step_seconds": 0.1, "max_steps": 4000}
+    run = start_run(expected_learners=2, num_fragments=4, sync_every=4, finish_wait_seconds=0)
+    for learner_id in (0, 1):
+        run.start_learner(learner_id, **options)
+
+    def leases(learner_id: int) -> list[int]:
+        lines = [line for line in run.tape() if line["kind"] == "lease" and line["learner_id"] == learner_id]
+        return [line["shard"] for line in lines]
+
+    wait_until(lambda: run._alive() and len(leases(1)) >= 3, "passes of learner 1", 300)
+    run.learners.pop(1).kill()
+    before, of_other = len(leases(1)), len(leases(0))
+    wait_until(lambda: run._alive() and len(leases(0)) >= of_other + 5, "passes of learner 0 alone")
+    run.start_learner(1, **options)
+    wait_until(lambda: run._alive() and len(leases(1)) >= before + 3, "passes of the one that came back", 300)
+    for learner in run.learners.values():
+        learner.signal(signal.SIGTERM)
+    for learner in run.learners.values():
+        assert learner.wait() == 0, learner.tail()
+    assert leases(0)[0] == 0
+    assert leases(1)[0] == 1
+    assert check_leases(run.tape()) == set(range(NUM_SHARDS))
+    assert {*shards_read(run, 0), *shards_read(run, 1)} == set(range(NUM_SHARDS))
+    for learner_id in (0, 1):  # what was read is what was leased, pass by pass
+        read = shards_read(run, learner_id)
+        changes = [shard for place, shard in enumerate(read) if place == 0 or read[place - 1] != shard]
+        told = leases(learner_id)
+        granted = [shard for place, shard in enumerate(told) if place == 0 or told[place - 1] != shard]
+        assert changes == granted[: len(changes)]
+    assert not [line for line in run.tape() if line["kind"] == "warning"]

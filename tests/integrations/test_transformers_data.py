@@ -1,0 +1,166 @@
+"""Trainers that read leased shards: who reads what, when learners come and go, and where one goes on."""
+
+import json
+import threading
+from collections import Counter
+
+import datasets
+import pytest
+from test_transformers_run import Run
+from trainers import make_data, plugin
+from transformers import TrainerCallback
+
+from hf_diloco.learner.data import shard_dataset
+from hf_diloco.learner.lease import lease_of
+from hf_diloco.syncer.tape import read_tape
+
+pytestmark = [
+    pytest.mark.fast,
+    pytest.mark.filterwarnings("ignore:training ended early:hf_diloco.errors.DiLoCoWarning"),
+    pytest.mark.filterwarnings("ignore:learners 0 and 1 read the same:hf_diloco.errors.DiLoCoWarning"),
+]
+
+ROWS, BATCH = 16, 4  # of a shard: four steps a pass
+
+
+@pytest.fixture
+def run(tmp_path, request, monkeypatch):
+    for name in ("SYNCER", "LEARNER_ID", "NUM_SHARDS", "TOKEN", "TOKEN_FILE"):
+        monkeypatch.delenv(f"HF_DILOCO_{name}", raising=False)
+
+    def make(**settings):
+        run = DataRun(tmp_path, **settings)
+        request.addfinalizer(run.syncer.stop)
+        return run
+
+    return make
+
+
+class DataRun(Run):
+    """Learners that read ``num_shards`` files; each row has its own number as its tokens."""
+
+    def __init__(self, tmp_path, *, num_shards=6, **settings):
+        super().__init__(tmp_path, **settings)
+        self.num_shards, self.files = num_shards, []
+        for shard in range(num_shards):
+            path = tmp_path / f"{shard}.jsonl"
+            rows = [[3 + shard, 3 + row, 3 + row // 2] for row in range(ROWS)]
+            path.write_text("".join(json.dumps({"input_ids": ids, "labels": ids}) + "\n" for ids in rows))
+            self.files.append(str(path))
+
+    def reader(self, learner_id, *callbacks, **arguments):
+        """A Trainer, and what it reads: lists of (shard, row), one a step."""
+        reads = Reads()
+        trainer = self.trainer(learner_id, reads, *callbacks, per_device_train_batch_size=BATCH, **arguments)
+        stream = datasets.load_dataset("json", data_files=self.files, split="train", streaming=True)
+        trainer.train_dataset = shard_dataset(stream, num_shards=self.num_shards, plugin=plugin(learner_id))
+        lease_of(plugin(learner_id)).move(learner_id % self.num_shards)  # a test before may have left one behind
+        return trainer, reads.steps
+
+
+class Reads(TrainerCallback):
+    def __init__(self):
+        self.steps = []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.hook = model.register_forward_pre_hook(self.see, with_kwargs=True)
+
+    def see(self, module, args, kwargs):
+        self.steps.append([(int(row[0]) - 3, int(row[1]) - 3) for row in kwargs["input_ids"]])
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.hook.remove()
+
+
+class When(TrainerCallback):
+    """Does something at a step, then waits a little at each: learners take turns on the processor."""
+
+    def __init__(self, step=-1, action=None):
+        self.step, self.action = step, action
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.action(control)
+        threading.Event().wait(0.002)
+
+
+def stop(control):
+    control.should_training_stop = True
+
+
+def passes(steps):
+    """The shard of each pass; each must be of one shard, whole, in order."""
+    rows = [row for step in steps for row in step]
+    found = [rows[first : first + ROWS] for first in range(0, len(rows), ROWS)]
+    for one in found:
+        assert one == [(one[0][0], row) for row in range(len(one))]
+    assert all(len(one) == ROWS for one in found[:-1])
+    return [one[0][0] for one in found]
+
+
+def check_leases(lines):
+    """By the tape, nobody was given a shard that another one had; returns how often each was given."""
+    held, given = {}, Counter()
+    for line in lines:
+        if line["kind"] == "leave" and line["for_good"]:
+            held.pop(line["learner_id"], None)
+        elif line["kind"] == "lease":
+            held[line["learner_id"]] = line["shard"]
+            given[line["shard"]] += 1
+            assert len(set(held.values())) == len(held), line
+    return given
+
+
+def test_learners_come_and_go_and_all_shards_are_read_in_turn(run):
+    run = run(expected_learners=2)
+    late = threading.Event()
+    stays, stays_read = run.reader(0, When(20, lambda control: late.set()), max_steps=120)
+    leaves, leaves_read = run.reader(1, When(40, stop), max_steps=120)
+    comes, comes_read = run.reader(2, When(), max_steps=120)
+    train = comes.train
+    comes.train = lambda: late.wait(60) and train()
+    run.train(stays, leaves, comes)
+    assert [passes(read)[0] for read in (stays_read, leaves_read)] == [0, 1]
+    assert not any(len({shard for shard, _ in step}) > 1 for step in stays_read + leaves_read + comes_read)
+    given = check_leases(read_tape(run.directory.tape))
+    assert set(given) == set(range(6))
+    read = Counter(passes(stays_read) + passes(leaves_read) + passes(comes_read))
+    assert max(read.values()) - min(read[shard] for shard in range(6)) <= 3
+    assert not run.lines("warning")
+
+
+@pytest.mark.parametrize(("saved_at", "dies_at"), [(3, 4), (6, 7), (8, 9)], ids=["first pass", "second", "its end"])
+def test_a_resumed_learner_goes_on_where_it_was(run, saved_at, dies_at):
+    run = run(num_shards=2)
+
+    def die(control):
+        raise RuntimeError("killed")
+
+    arguments = {"max_steps": 200, "save_strategy": "steps", "save_steps": saved_at}
+    first, first_read = run.reader(0, When(dies_at, die), **arguments)
+    again, again_read = run.reader(0, When(saved_at + 9, stop), **{**arguments, "save_strategy": "no"})
+    run.thread.start()
+    with pytest.raises(RuntimeError, match="killed"):
+        first.train()
+    next(one for one in first.callback_handler.callbacks if type(one).__name__ == "DiLoCoCallback")._end()
+    lease_of(plugin(0)).move(1)  # as in a new process, it is not where it was
+    again.train(resume_from_checkpoint=f"{again.args.output_dir}/checkpoint-{saved_at}")
+    run.syncer.stop()
+    run.thread.join(60)
+    assert passes(first_read[:saved_at] + again_read) == [0, 1, 0, 1, 0][: (saved_at + 9 + 3) // 4]
+    assert again.args.ignore_data_skip is False
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_who_forgets_to_split_the_data_is_told_though_the_order_differs(run, forgets):
+    run = run(expected_learners=2)
+    trainers = []
+    for learner_id in (0, 1):
+        trainer = run.trainer(learner_id, When(), max_steps=48)
+        data = make_data(160 if forgets else 320)
+        trainer.train_dataset = data if forgets else shard_dataset(data, num_shards=2, plugin=plugin(learner_id))
+        trainers.append(trainer)
+    run.train(*trainers)
+    said = run.lines("warning")
+    assert [line["learner_ids"] for line in said] == ([[0, 1]] if forgets else [])
+    assert all("shard_dataset" in line["text"] for line in said)
