@@ -228,6 +228,7 @@ def test_ctrl_c_before_anything_runs(launch):
     run.assert_nothing_left()
 
 
+@pytest.mark.long
 def test_when_launch_is_killed_nothing_stays(launch):
     run = launch("--steps", 100_000)
     run.until_training()

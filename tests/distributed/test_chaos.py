@@ -197,6 +197,7 @@ def do_and_relink(scene: Scene, kind: str, part: str) -> None:
     scene.injector.end_all()
 
 
+@pytest.mark.long
 def test_processes_fail(scene: Callable[..., Scene]) -> None:
     """Courier, gateway, door: a new link at once. A learner: started again, and merged again."""
     here = scene()

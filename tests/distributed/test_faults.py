@@ -109,6 +109,7 @@ def test_a_learner_that_never_comes_back(start_run: Any) -> None:
     assert [line["for_good"] for line in leaves] == [False]
 
 
+@pytest.mark.long
 def test_a_stopped_learner_is_not_waited_for_and_loses_nothing(start_run: Any) -> None:
     run = start_run(expected_learners=2, link_timeout_seconds=3, **SETTINGS)
     for learner_id in (0, 1):

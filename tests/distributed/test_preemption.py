@@ -118,6 +118,7 @@ class Preempted:
         wait_until(lambda: not left(), f"the end of {left()}", LIMIT_SECONDS)
 
 
+@pytest.mark.long
 def test_one_after_the_other(start_run: Any) -> None:
     """SIGTERM to the trainer; to `accelerate launch`, which dies of it; to a process group with data workers.
 

@@ -98,6 +98,7 @@ def test_thirty_kills(start_run: Any) -> None:
     run_kills(start_run, num_kills=30, max_steps=20000, seed=1)
 
 
+@pytest.mark.long
 def test_the_run_ends_normally_after_a_restart(start_run: Any) -> None:
     run = start_run(expected_learners=2, **SETTINGS)
     for learner_id in (0, 1):

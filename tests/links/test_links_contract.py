@@ -223,6 +223,7 @@ def test_a_new_link_of_the_same_incarnation_replaces_the_old(world: World) -> No
     until(world.syncer, LinkUp)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_another_learner_with_the_same_id_is_refused(world: World) -> None:
     first = world.linked()

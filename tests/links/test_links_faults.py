@@ -120,6 +120,7 @@ def test_a_helper_process_is_killed(pair: tuple, what: str) -> None:
     comes_back(*pair)
 
 
+@pytest.mark.long
 def test_kill_in_the_middle_of_transfers_tears_nothing(pair: tuple) -> None:
     syncer, link = pair
     payloads = [payload_of(40 << 20, seed) for seed in range(2)]

@@ -178,7 +178,10 @@ def _send(port: int, data: bytes, seconds: float = 1.0) -> None:
             pass
 
 
-@pytest.mark.parametrize("where", ["door", "gateway", pytest.param("courier", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "where",
+    ["door", pytest.param("gateway", marks=pytest.mark.long), pytest.param("courier", marks=pytest.mark.long)],
+)
 def test_frames_of_a_stranger(traffic: Traffic, where: str, tmp_path: Path) -> None:
     mark, memory = tmp_path / "mark", Memory()
     for number, (name, frame) in enumerate(FRAMES.items(), 1):
