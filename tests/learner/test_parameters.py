@@ -232,30 +232,62 @@ def test_a_layer_may_be_called_module():
     assert sorted(ModelParameters(model).shapes) == ["module.bias", "module.weight"]
 
 
-def test_sharded_models_are_refused(tmp_path):
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+def test_what_cannot_be_served_is_refused(tmp_path):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        with pytest.raises(UnsupportedError, match=r"'weight' is sharded \(FSDP2.*one process"):
-            ModelParameters(fully_shard(nn.Linear(4, 4), mesh=mesh))
+        model = nn.Linear(4, 4)
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(1)]))
+        with pytest.raises(UnsupportedError, match=r"'weight' is placed as .*tensor and pipeline parallelism.*FSDP2"):
+            ModelParameters(model)
         fsdp1 = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # cannot be made without an accelerator
         nn.Module.__init__(fsdp1)
-        with pytest.raises(UnsupportedError, match="FSDP version 1"):
+        with pytest.raises(UnsupportedError, match=r"FSDP version 1.*fsdp_version: 2"):
             ModelParameters(nn.Sequential(fsdp1))
     finally:
         torch.distributed.destroy_process_group()
 
 
-def test_deepspeed_is_refused():
+def test_fsdp2_on_one_process_is_served(tmp_path):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        model = fully_shard(llama(), mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        torch.manual_seed(0)
+        parameters, plain = ModelParameters(model), ModelParameters(llama())
+        assert (parameters.shapes, parameters.averaged) == (plain.shapes, plain.averaged)
+        for fragment in split(parameters):
+            assert torch.equal(parameters.read(fragment).result(), plain.read(fragment).result())
+            parameters.write_(fragment, torch.ones(fragment.num_parameters))
+            assert parameters.holds(fragment, torch.ones(fragment.num_parameters))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_what_deepspeed_keeps_out_of_reach_is_refused():
+    def engine(name, model):
+        made = type(name, (nn.Module,), {"__module__": "deepspeed.runtime.engine"})()
+        made.module = model
+        return made
+
+    with pytest.raises(UnsupportedError, match=r"zero_optimization\.stage to 1, 2 or 3"):
+        ModelParameters(engine("DeepSpeedEngine", nn.Linear(2, 2).bfloat16()))
+    with pytest.raises(UnsupportedError, match="pipeline"):
+        ModelParameters(engine("PipelineEngine", nn.Linear(2, 2)))
+    assert ModelParameters(engine("DeepSpeedEngine", nn.Linear(2, 2))).shapes.keys() == {"weight", "bias"}
     model = nn.Linear(2, 2)
-    model.bias.ds_id = 0
-    with pytest.raises(UnsupportedError, match="'bias' is sharded by DeepSpeed"):
+    model.weight._hp_mapping, model.weight.allreduce = None, False
+    with pytest.raises(UnsupportedError, match="'weight' is an expert of DeepSpeed-MoE"):
         ModelParameters(model)
-    engine = type("DeepSpeedEngine", (nn.Linear,), {"__module__": "deepspeed.runtime.engine"})(2, 2)
-    with pytest.raises(UnsupportedError, match="DeepSpeed"):
-        ModelParameters(engine)
+    model = nn.Linear(2, 2)
+    model.bias.ds_id, model.bias.ds_shape = 0, (2,)
+    with pytest.raises(UnsupportedError, match=r"'bias' is partitioned .*deepspeed\.initialize"):
+        ModelParameters(model)
 
 
 def test_models_without_values_or_with_strange_ones_are_refused():
@@ -312,5 +344,8 @@ def test_the_digest_notices_another_base_model_but_not_training():
     assert trained[1].num_batches_tracked == 1
     assert ModelParameters(trained).constants_digest() == digest
     assert ModelParameters(make(fill=2.0)).constants_digest() != digest
-    assert ModelParameters(make(dtype=torch.bfloat16)).constants_digest() != digest
     assert len(digest) == 32
+    # A bf16 checkpoint may be held in fp32, as FSDP2 does; but what bf16 rounds is another model.
+    assert ModelParameters(make(dtype=torch.bfloat16)).constants_digest() == digest
+    tenth = ModelParameters(make(fill=0.1)).constants_digest()
+    assert ModelParameters(make(fill=0.1, dtype=torch.bfloat16)).constants_digest() != tenth

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hf_diloco.core.messages import STATE_PIECE_BYTES
 from hf_diloco.errors import MessageError, UnsupportedError
 from hf_diloco.learner.snapshots import Snapshot, Snapshots
+from hf_diloco.learner.zero import is_zero
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ class OptimizerState:
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         if any(id(tensor) not in names for tensor in tensors):
             raise UnsupportedError("the optimizer has parameters that are not the model's trainable ones")
+        if any(isinstance(tensor, DTensor) or is_zero(tensor) for tensor in tensors):
+            raise UnsupportedError("its state is sharded over the ranks of this learner")
         self._parameters = dict(sorted(((names[id(t)], t) for t in tensors), key=lambda pair: pair[0]))
 
     @property

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -18,10 +18,13 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from hf_diloco.core.fragments import Fragment, FragmentSlice
 from hf_diloco.errors import DiLoCoWarning, NoTrainableParametersError, UnsupportedError
 from hf_diloco.learner.adapters import adapter_file_names
+from hf_diloco.learner.gathering import Gathering
 from hf_diloco.learner.snapshots import Snapshot, Snapshots
+from hf_diloco.learner.stored import LOW_PRECISION, Rows, ShardedTensor, Stored, WholeTensor
+from hf_diloco.learner.zero import ZeroTensor, check_engine, is_zero
 
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, activation checkpointing
-_SUPPORTED = "Start each learner as one process with the whole model on its device (plain, or torch.compile)."
+_HASHED_AT_ONCE = 1 << 24  # values
 
 
 class ModelParameters:
@@ -45,39 +48,79 @@ class ModelParameters:
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         self._model = _unwrapped(model)
-        self._rank = dist.get_rank(group) if group is not None else 0
+        self._gathering = Gathering(group)
+        self._fsdp_modules = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
+        self._reshard()
         parameters = {_canonical(name): parameter for name, parameter in self._model.named_parameters()}
-        for name, parameter in parameters.items():
-            _check(name, parameter)
-        self._trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        self._frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
-        if not any(parameter.numel() for parameter in self._trainable.values()):
+        stored = {name: _stored(name, parameter, self._gathering) for name, parameter in parameters.items()}
+        self._trainable = {name: of for name, of in stored.items() if of.tensor.requires_grad}
+        self._frozen = {name: of for name, of in stored.items() if not of.tensor.requires_grad}
+        self.shapes = {name: of.shape for name, of in self._trainable.items()}
+        if not any(math.prod(shape) for shape in self.shapes.values()):
             raise NoTrainableParametersError(
                 f"{type(self._model).__name__} has nothing to train: none of its {len(parameters)} parameters has "
                 "requires_grad=True. Unfreeze some of them, or attach an adapter, before training starts."
             )
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in self._trainable.items()}
         self.averaged = self._embeddings()
         self.adapter_names = self._adapter_names()  # of a PEFT model: name in the adapter's file -> canonical name
         self._snapshots = Snapshots()
         self._warn_of_low_precision()
+
+    def _reshard(self) -> None:
+        """After an evaluation, FSDP2 modules may hold whole copies, which the next forward pass would still use."""
+        for module in self._fsdp_modules:
+            module.reshard()
 
     # ------------------------------------------------------------------------------------------------ one fragment
 
     def read(self, fragment: Fragment) -> Snapshot:
         """Copy the fragment's current values. The copy is complete when ``result()`` of what is returned returns.
 
-        For rank 0: on other ranks ``result()`` is an error.
-
-        On CUDA the values are cloned on the device at once, so that training may change them right away, and travel
-        to pinned memory on a side stream; nothing waits on the host. Device memory: the fragment in fp32, until it
-        has arrived.
+        For rank 0, which has to call ``result()`` each time; on other ranks that is an error. Each rank copies what it
+        holds at once, so that training may change it right away; rows that rank 0 does not hold travel to it in the
+        background (so no rank may end before rank 0 has its results). On CUDA the values are cloned on the device and
+        travel to pinned memory on a side stream; nothing waits on the host. Device memory: what this rank holds of the
+        fragment in fp32, until it has arrived, and with DeepSpeed one whole tensor.
         """
-        if self._rank:
+        tag, rank = self._gathering.new_tag(), self._gathering.rank
+        mine = self._shipped(fragment, rank)
+        sizes = [last - first for first, last in mine]
+        on_cuda = any(self._trainable[name].tensor.is_cuda for name in fragment.names)
+        size = sum(sizes) if rank else fragment.num_parameters
+        values = torch.empty(size, dtype=torch.float32, pin_memory=on_cuda)
+        targets = torch.split(values, sizes) if rank else [values[first:last] for first, last in mine]
+        snapshot = self._snapshots.take(values, self._sources(fragment, targets))
+        if rank:
+            if sizes:
+                self._gathering.send(snapshot, tag)
             return Snapshot(_elsewhere)
-        on_cuda = any(self._trainable[name].is_cuda for name in fragment.names)
-        values = torch.empty(fragment.num_parameters, dtype=torch.float32, pin_memory=on_cuda)
-        return self._snapshots.take(values, ((_part(values, piece), self._rows(piece)) for piece in fragment.slices))
+        return snapshot if sum(sizes) == size else Snapshot(lambda: self._completed(fragment, snapshot, tag))
+
+    def _shipped(self, fragment: Fragment, rank: int) -> list[tuple[int, int]]:
+        """First and last place, in the flat vector, of all that this rank sends to rank 0 (rank 0: has itself)."""
+        pieces = [(piece, self._trainable[piece.name].shipped.get(rank)) for piece in fragment.slices]
+        overlaps = [(piece, held.overlap(piece.first_row, piece.last_row)) for piece, held in pieces if held]
+        return [_places(piece, rows) for piece, rows in overlaps if rows.num_rows]
+
+    def _sources(self, fragment: Fragment, targets: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each of the targets with the rows that belong there."""
+        remaining = iter(targets)
+        for piece in fragment.slices:
+            stored = self._trainable[piece.name]
+            rows = stored.held.overlap(piece.first_row, piece.last_row)
+            if rows.num_rows:
+                source = stored.rows(rows)  # also if it is not shipped: DeepSpeed needs all ranks for that
+                if self._gathering.rank in stored.shipped:
+                    yield next(remaining).view(source.shape), source
+
+    def _completed(self, fragment: Fragment, own: Snapshot, tag: int) -> Tensor:
+        values = own.result()
+        others = {rank for name in fragment.names for rank in self._trainable[name].shipped} - {0}
+        places = {rank: self._shipped(fragment, rank) for rank in sorted(others)}
+        self._gathering.receive(
+            {rank: [values[first:last] for first, last in found] for rank, found in places.items() if found}, tag
+        )
+        return values
 
     def add_(self, fragment: Fragment, correction: Tensor) -> None:
         """theta += correction, added in fp32 and rounded once to the dtype of the weights.
@@ -87,8 +130,8 @@ class ModelParameters:
             correction: Its flat fp32 vector, on any device.
         """
         with torch.no_grad():
-            for rows, part in self._targets(fragment, correction):
-                rows.add_(part)  # computed in the wider dtype of the two, then cast
+            for live, part in self._changing(fragment, correction):
+                live.add_(part)  # computed in the wider dtype of the two, then cast
 
     def write_(self, fragment: Fragment, value: Tensor, local_mix: float = 0.0) -> None:
         """theta = local_mix * theta + (1 - local_mix) * value, in fp32 and rounded once to the dtype of the weights.
@@ -99,17 +142,18 @@ class ModelParameters:
             local_mix: Share (alpha) of the local value that is kept; 0 replaces it.
         """
         with torch.no_grad():
-            for rows, part in self._targets(fragment, value):
+            for live, part in self._changing(fragment, value):
                 if local_mix == 0.0:
-                    rows.copy_(part)
-                elif rows.dtype == part.dtype:
-                    rows.lerp_(part, 1.0 - local_mix)
+                    live.copy_(part)
+                elif live.dtype == part.dtype:
+                    live.lerp_(part, 1.0 - local_mix)
                 else:
-                    rows.copy_(rows.to(part.dtype).lerp_(part, 1.0 - local_mix))
+                    live.copy_(live.to(part.dtype).lerp_(part, 1.0 - local_mix))
 
     def holds(self, fragment: Fragment, value: Tensor) -> bool:
-        """Whether the fragment's weights are ``value``, rounded to their dtype, bit for bit."""
-        return all(torch.equal(rows, part.to(rows.dtype)) for rows, part in self._targets(fragment, value))
+        """Whether what this rank holds of the fragment is ``value``, rounded to its dtype, bit for bit."""
+        parts = [(stored.rows(rows), part) for stored, rows, part in self._held(fragment, value)]
+        return all(torch.equal(live, _beside(live, part).to(live.dtype)) for live, part in parts)
 
     @property
     def model(self) -> nn.Module:
@@ -119,24 +163,29 @@ class ModelParameters:
     @property
     def trainable(self) -> Mapping[str, Tensor]:
         """The trainable tensors themselves."""
-        return self._trainable
+        return {name: stored.tensor for name, stored in self._trainable.items()}
 
-    def _rows(self, piece: FragmentSlice) -> Tensor:
-        tensor = self._trainable[piece.name].detach()
-        return tensor[piece.first_row : piece.last_row] if tensor.dim() else tensor
-
-    def _targets(self, fragment: Fragment, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows of the model and the part of ``flat`` that belongs to them, on the same device."""
+    def _held(self, fragment: Fragment, flat: Tensor) -> Iterator[tuple[Stored, Rows, Tensor]]:
+        """All that this rank holds of the fragment: tensor, rows, and the part of ``flat`` that belongs to them."""
         assert flat.numel() == fragment.num_parameters, (flat.shape, fragment.num_parameters)
-        moved: dict[torch.device, Tensor] = {flat.device: flat.detach().to(torch.float32)}
+        flat = flat.detach().to(torch.float32)
         for piece in fragment.slices:
-            rows = self._rows(piece)
-            if rows.device not in moved:
-                source = moved[flat.device]
-                if rows.is_cuda and not source.is_cuda and not source.is_pinned():
-                    source = source.pin_memory()  # from pageable memory the copy would wait for the whole stream
-                moved[rows.device] = source.to(rows.device, non_blocking=True)
-            yield rows, _part(moved[rows.device], piece)
+            stored = self._trainable[piece.name]
+            rows = stored.held.overlap(piece.first_row, piece.last_row)
+            if rows.num_rows:
+                first, last = _places(piece, rows)
+                yield (
+                    stored,
+                    rows,
+                    flat[first:last].view(rows.num_rows, *piece.shape[1:]) if piece.shape else flat[first],
+                )
+
+    def _changing(self, fragment: Fragment, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same to be changed in place: rows, and the part of ``flat`` that belongs to them, on the same device."""
+        self._reshard()
+        for stored, rows, part in self._held(fragment, flat):
+            with stored.changing(rows) as live:
+                yield live, _beside(live, part)
 
     # --------------------------------------------------------------------------------------- what does not change
 
@@ -146,33 +195,34 @@ class ModelParameters:
         Of a PEFT model only those that the adapter's file holds; the base model is saved already. All ranks have to
         exhaust it, but it yields on rank 0 only.
         """
-        if self._rank:
-            return
         wanted = None if self.adapter_names is None else set(self.adapter_names.values())
-        for name, tensor, _ in self._constant_tensors():
-            if wanted is None or name in wanted:
-                yield name, tensor.detach().to("cpu", copy=True).contiguous()
+        for name, stored, _ in self._constants():
+            whole = stored.whole() if wanted is None or name in wanted else None
+            if whole is not None:
+                yield name, whole
 
     def constants_digest(self) -> str:
-        """32 hex digits over names, dtypes, shapes and bytes of the constants; "" on all ranks but 0.
+        """32 hex digits over names, shapes and values of the constants; "" on all ranks but 0.
 
-        Running statistics (batch norm) are left out: they are saved with the model, but change as it trains, and a
-        learner that resumes from its own checkpoint still has the same base model.
+        The dtype of floating ones does not count as long as the values are the same: FSDP2 and DeepSpeed may hold the
+        weights of a bf16 checkpoint in fp32. Running statistics (batch norm) are left out: they are saved with the
+        model, but change as it trains, and a learner that resumes from its own checkpoint still has the same base
+        model.
         """
-        if self._rank:
-            return ""
         digest = hashlib.blake2b(digest_size=16)
-        for name, tensor, changes in self._constant_tensors():
-            if changes:
+        for name, stored, changes in self._constants():
+            whole = None if changes else stored.whole()
+            if whole is None:
                 continue
-            digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-            data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-            digest.update(data.numpy().data)
-        return digest.hexdigest()
+            dtype = torch.float32 if whole.dtype in LOW_PRECISION else whole.dtype
+            digest.update(f"{name}\0{dtype}\0{stored.shape}\0".encode())
+            for values in torch.split(whole.reshape(-1), _HASHED_AT_ONCE):
+                digest.update(values.to(dtype).view(torch.uint8).numpy().data)
+        return "" if self._gathering.rank else digest.hexdigest()
 
-    def _constant_tensors(self) -> list[tuple[str, Tensor, bool]]:
+    def _constants(self) -> list[tuple[str, Stored, bool]]:
         """Name, tensor, and whether training changes it; sorted by name."""
-        found: list[tuple[str, Tensor, bool]] = [(name, tensor, False) for name, tensor in self._frozen.items()]
+        found: list[tuple[str, Stored, bool]] = [(name, stored, False) for name, stored in self._frozen.items()]
         seen: set[int] = set()
         for prefix, module in self._model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -180,8 +230,8 @@ class ModelParameters:
                     continue
                 seen.add(id(buffer))
                 full_name = _canonical(f"{prefix}.{name}" if prefix else name)
-                _check(full_name, buffer)
-                found.append((full_name, buffer, isinstance(module, _NormBase)))
+                stored = _stored(full_name, buffer, self._gathering)
+                found.append((full_name, stored, isinstance(module, _NormBase)))
         return sorted(found, key=lambda item: item[0])
 
     # ------------------------------------------------------------------------------------------------------ checks
@@ -194,7 +244,7 @@ class ModelParameters:
                 weights.add(id(getattr(self._model, getter)().weight))
             except (AttributeError, NotImplementedError):
                 continue  # no such method, no such layer (vision), or a layer with several weights
-        return tuple(sorted(name for name, parameter in self._trainable.items() if id(parameter) in weights))
+        return tuple(sorted(name for name, stored in self._trainable.items() if id(stored.tensor) in weights))
 
     def _adapter_names(self) -> Mapping[str, str] | None:
         names = adapter_file_names(self._model)
@@ -212,9 +262,9 @@ class ModelParameters:
         return names
 
     def _warn_of_low_precision(self) -> None:
-        low = [name for name, p in self._trainable.items() if p.dtype in (torch.bfloat16, torch.float16)]
+        low = [name for name, stored in self._trainable.items() if not stored.keeps_small_updates]
         if low:
-            dtype = str(self._trainable[low[0]].dtype).removeprefix("torch.")
+            dtype = str(self._trainable[low[0]].tensor.dtype).removeprefix("torch.")
             warnings.warn(
                 f"{len(low)} of {len(self._trainable)} trainable tensors are {dtype} (the first: {low[0]!r}): most "
                 "small updates are rounded away when they are written to such weights. Load the model with "
@@ -224,12 +274,22 @@ class ModelParameters:
             )
 
 
+def _places(piece: FragmentSlice, rows: Rows) -> tuple[int, int]:
+    """First and last place of these rows of a slice in the fragment's flat vector."""
+    row_size = math.prod(piece.shape[1:])
+    first = piece.offset + (rows.first - piece.first_row) * row_size
+    return first, first + rows.num_rows * row_size
+
+
+def _beside(live: Tensor, part: Tensor) -> Tensor:
+    """The part on the device of the rows it belongs to."""
+    if live.is_cuda and not part.is_cuda and not part.is_pinned():
+        part = part.pin_memory()  # from pageable memory the copy would wait for the whole stream
+    return part.to(live.device, non_blocking=live.is_cuda)
+
+
 def _elsewhere() -> Tensor:
     raise AssertionError("what is read is on rank 0 only")
-
-
-def _part(flat: Tensor, piece: FragmentSlice) -> Tensor:
-    return flat.narrow(0, piece.offset, math.prod(piece.shape)).view(piece.shape)
 
 
 def _canonical(name: str) -> str:
@@ -239,29 +299,34 @@ def _canonical(name: str) -> str:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module inside DDP, DataParallel and torch.compile."""
+    """The user's own module inside DDP, DataParallel, a DeepSpeed engine and torch.compile."""
     while True:
         if isinstance(model, DistributedDataParallel | DataParallel):
             model = model.module
         elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
             model = model._orig_mod  # type: ignore[assignment]
+        elif type(model).__module__.startswith("deepspeed."):
+            check_engine(model)
+            model = model.module  # type: ignore[assignment]
         else:
             break
-    if type(model).__module__.startswith("deepspeed."):
-        raise UnsupportedError(f"the model is wrapped by DeepSpeed, which is not supported yet. {_SUPPORTED}")
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise UnsupportedError(f"the model is wrapped by FSDP version 1, which is not supported. {_SUPPORTED}")
+        raise UnsupportedError(
+            "the model is wrapped by FSDP version 1, which is not supported. Use version 2: `fsdp_version: 2` in the "
+            'file for `accelerate launch`, or TrainingArguments(fsdp=True, fsdp_config={"version": 2}).'
+        )
     return model
 
 
-def _check(name: str, tensor: Tensor) -> None:
-    if isinstance(tensor, DTensor):
-        raise UnsupportedError(f"{name!r} is sharded (FSDP2 or tensor parallel), not supported yet. {_SUPPORTED}")
-    if hasattr(tensor, "ds_id"):
-        raise UnsupportedError(f"{name!r} is sharded by DeepSpeed ZeRO-3, not supported yet. {_SUPPORTED}")
+def _stored(name: str, tensor: Tensor, gathering: Gathering) -> Stored:
     if tensor.is_meta:
         raise UnsupportedError(f"{name!r} is on the meta device and has no values. Load the weights before training.")
-    if tensor.requires_grad and tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+    if tensor.requires_grad and tensor.dtype not in (torch.float64, torch.float32, *LOW_PRECISION):
         raise UnsupportedError(
             f"trainable {name!r} is {tensor.dtype}; float64, float32, bfloat16 and float16 can be synced."
         )
+    if is_zero(tensor):
+        return ZeroTensor(name, tensor, gathering)
+    if isinstance(tensor, DTensor):
+        return ShardedTensor(name, tensor, gathering)
+    return WholeTensor(tensor, gathering)
