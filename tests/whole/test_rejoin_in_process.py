@@ -119,7 +119,7 @@ class RejoinWorld(World):
     hub: Relay
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, num_learners: int) -> None:
-        monkeypatch.setattr("test_in_process_run.InProcessHub", Relay)
+        monkeypatch.setattr("in_process_world.InProcessHub", Relay)
         super().__init__(path, expected_learners=num_learners, num_fragments=3, sync_every=3)
         self.learners = {learner_id: Trainee(self, learner_id) for learner_id in range(num_learners)}
         self.wait_until(lambda: self.merged() >= set(self.learners), "merges of all")
