@@ -6,6 +6,7 @@ import signal
 import threading
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from accelerate import Accelerator
@@ -18,6 +19,8 @@ from transformers import default_data_collator, get_scheduler
 
 from hf_diloco import DiLoCo, SyncerConfig
 from hf_diloco.errors import DiLoCoError, DiLoCoWarning, UnsupportedError
+from hf_diloco.learner.data import shard_dataset
+from hf_diloco.learner.lease import lease_of
 from hf_diloco.links.in_process import InProcessHub
 from hf_diloco.syncer.run_directory import RunDirectory
 from hf_diloco.syncer.service import Syncer
@@ -65,6 +68,7 @@ class Loop:
         own_order=False,
         logs=None,
         checkpoint=None,
+        data=None,
         **options,
     ):
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -81,7 +85,7 @@ class Loop:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=4, num_training_steps=max_steps)
         self.start = flat(model.named_parameters())
-        loader = DataLoader(make_data(), batch_size=4, shuffle=own_order, collate_fn=default_data_collator)
+        loader = DataLoader(data or make_data(), batch_size=4, shuffle=own_order, collate_fn=default_data_collator)
         self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
             model, optimizer, scheduler, loader
         )
@@ -308,6 +312,23 @@ def test_the_order_of_the_data_is_the_learners_own(start):
 
 
 # -------------------------------------------------------------------------------------------- without a run, and misuse
+
+
+def test_each_pass_over_a_stream_reads_the_shard_that_is_leased(start, tmp_path):
+    rows = [{name: [3 + row // 8, 3 + row] for name in ("input_ids", "labels", "attention_mask")} for row in range(24)]
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
+    run = start()
+    loop = Loop(run, max_steps=20, total_steps=20, data=shard_dataset(stream, num_shards=3, plugin=plugin(0)))
+    lease_of(plugin(0)).move(0)  # a test before may have left one behind
+    assert not loop.train(100)  # two steps a pass
+    assert run.over()
+    assert [int(ids[0, 0]) - 3 for ids in loop.batches[::2]] == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+    assert [int(ids[0, 0]) - 3 for ids in loop.batches[1::2]] == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+    state = loop.diloco.state_dict()
+    assert state["shard"] == lease_of(plugin(0)).shard
+    lease_of(plugin(0)).move(2)
+    loop.diloco.load_state_dict({**state, "shard": 1})
+    assert lease_of(plugin(0)).shard == 1
 
 
 def test_without_a_syncer_nothing_happens_and_it_is_said_once(caplog, tmp_path):

@@ -99,6 +99,7 @@ class WantShard:
     """The learner has read this shard of the training set to its end: which is next?"""
 
     shard: int
+    num_passes: int  # that this process has ended, this one too: the answer has the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,6 +266,7 @@ class LeaseShard:
     """Read this shard of the training set: nobody else does. The answer to WantShard, and to a Hello with a shard."""
 
     shard: int
+    num_passes: int  # as in WantShard; 0 in the answer to a Hello
 
 
 @dataclass(frozen=True, kw_only=True)

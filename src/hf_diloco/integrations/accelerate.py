@@ -19,6 +19,7 @@ from hf_diloco.errors import DiLoCoError, DiLoCoWarning, UnsupportedError
 from hf_diloco.integrations.membership import Membership, inner_optimizer, refuse_several_processes, reseed
 from hf_diloco.integrations.schedules import num_steps, warn_if_stuck
 from hf_diloco.learner.data import data_seed
+from hf_diloco.learner.lease import lease_of
 from hf_diloco.links.base import LearnerLink
 
 logger = logging.getLogger(__name__)
@@ -154,6 +155,8 @@ class DiLoCo:
             self._end_preempted(member)
         if goes_on and member.save_wanted:
             self._save(member)
+        if goes_on and self._accelerator.gradient_state.end_of_dataloader:
+            member.end_pass()
         return goes_on
 
     def leave(self, reason: str = "training ended early at this learner") -> None:
@@ -201,11 +204,13 @@ class DiLoCo:
     # ----------------------------------------------------------------------------------------- accelerate's checkpoints
 
     def state_dict(self) -> dict[str, int]:
-        """What ``accelerator.save_state`` saves: the order of the data, and for people the run's step."""
-        return {**(self._order or {}), "global_step": self.global_step}
+        """What ``accelerator.save_state`` saves: order and shard of the data, and for people the run's step."""
+        lease = lease_of(self._plugin)
+        shard = {} if lease is None else {"shard": lease.shard}
+        return {**(self._order or {}), **shard, "global_step": self.global_step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on reading in the same order.
+        """Go on reading the same shard (it is asked for) in the same order.
 
         Raises:
             DiLoCoError: the learner has joined already, and the model holds what the syncer sent.
@@ -217,6 +222,9 @@ class DiLoCo:
             )
         self._order = {name: state[name] for name in ("seed", "from_step") if name in state} or None
         self._resumes = self._order is not None
+        lease = lease_of(self._plugin)
+        if lease is not None and "shard" in state:
+            lease.move(state["shard"] % lease.num_shards)
 
     # --------------------------------------------------------------------------------------------------------- inside
 

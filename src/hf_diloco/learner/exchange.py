@@ -82,7 +82,7 @@ class Exchange:
         self.asks: dict[int, OpenAsk] = {}
         self.welcome: ms.Welcome | None = None
         self.supply_wanted = False
-        self.leased_shard: int | None = None  # of the training set: the answer to what was said or asked on this link
+        self.lease: ms.LeaseShard | None = None  # the last one on this link
         self.save_wanted: int | None = None  # outer step of a checkpoint of the whole run that we are to be part of
         self.started_at: int | None = None  # outer step when the start gate opened
         self.stop_reason: str | None = None
@@ -213,7 +213,7 @@ class Exchange:
             if isinstance(event, LinkUp):
                 self.linked = self.ever_linked = True
                 self.num_links += 1
-                self.leased_shard = None
+                self.lease = None
                 self._steps_at_link = self.steps_done  # what was done without a link could not be merged: it is kept
                 for local in self.fragments:  # the Hello says what is in the model; the syncer sends the rest again
                     local.ready = None
@@ -245,7 +245,7 @@ class Exchange:
             elif isinstance(message, ms.SaveCheckpoint):
                 self.save_wanted = message.outer_step
             elif isinstance(message, ms.LeaseShard):
-                self.leased_shard = message.shard
+                self.lease = message
             elif isinstance(message, ms.HandBack):
                 self._hand_back(message)
             elif isinstance(message, ms.Welcome):

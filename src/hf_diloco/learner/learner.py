@@ -82,7 +82,7 @@ class Learner:
         self._wanted_steps, self._steps_from_epochs = total_steps, steps_from_epochs
         self._files = dict(files or {})
         self._constants_digest = parameters.constants_digest()
-        self._lease = lease_of(plugin)
+        self._lease, self._num_passes = lease_of(plugin), 0
         incarnation = uuid.uuid4().hex[:12]
         self._incarnation = incarnation
         self._exchange = Exchange(
@@ -151,8 +151,8 @@ class Learner:
                 logger.warning("[learner %d] %s (%.0f s so far)", self.learner_id, what, now - opened_at)
         assert exchange.welcome is not None
         self.total_steps = exchange.welcome.total_steps
-        if self._lease is not None and exchange.leased_shard is not None:
-            self._lease.move(exchange.leased_shard)
+        if self._lease is not None and exchange.lease is not None:
+            self._lease.move(exchange.lease.shard)
         if self._optimizer is not None and exchange.started_at:
             state = self._optimizer_state
             exchange.send(take_state(self.learner_id, exchange, self._optimizer, state, self._boundary, interrupted))
@@ -178,7 +178,7 @@ class Learner:
             healed = bool(exchange.fragments) and all(local.version is not None for local in exchange.fragments)
             if exchange.started_at is not None:
                 self.global_step = max(self.global_step, exchange.started_at)
-            knows_shard = self._lease is None or exchange.leased_shard is not None
+            knows_shard = self._lease is None or exchange.lease is not None
             return healed and knows_shard and (exchange.started_at is not None or exchange.released is not None)
 
     def _hello(self) -> ms.Hello:
@@ -274,7 +274,8 @@ class Learner:
         if self._lease is None:
             return False
         own = self._lease.shard
-        self._lease.move(next_shard(self._exchange, own, interrupted))
+        self._num_passes += 1
+        self._lease.move(next_shard(self._exchange, own, self._num_passes, interrupted))
         logger.info("[learner %d · step %d] reads shard %d", self.learner_id, self.global_step, self._lease.shard)
         return self._lease.shard != own
 

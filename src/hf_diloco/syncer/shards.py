@@ -60,7 +60,8 @@ class Shards:
         if self._table is None:
             raise MessageError("a learner that has not said which shard it reads wants the next")
         _check(message.shard, self._table)
-        self._lease(self._table, learner_id, self._table.next(learner_id, message.shard, now), now)
+        shard = self._table.next(learner_id, message.shard, now)
+        self._lease(self._table, learner_id, shard, now, num_passes=message.num_passes)
 
     def leave(self, learner_id: int, now: float, *, for_good: bool) -> None:
         """A learner's link is gone, or it took leave."""
@@ -71,9 +72,9 @@ class Shards:
         else:
             self._table.away(learner_id, now)
 
-    def _lease(self, table: Leases, learner_id: int, shard: int, now: float) -> None:
+    def _lease(self, table: Leases, learner_id: int, shard: int, now: float, *, num_passes: int = 0) -> None:
         self._tape.write("lease", learner_id=learner_id, shard=shard)
-        self._links.send([learner_id], ms.LeaseShard(shard=shard))
+        self._links.send([learner_id], ms.LeaseShard(shard=shard, num_passes=num_passes))
         others = [other for other in table.holders(shard, now) if other != learner_id]
         if others and learner_id not in self._told:
             self._told.add(learner_id)
