@@ -357,6 +357,19 @@ def test_a_scheduler_that_comes_too_late_is_warned_about(start):
         diloco.leave()
 
 
+def test_a_model_that_was_left_in_evaluation_mode_is_warned_about(start):
+    loop = Loop(start(total_steps=1000, finish_wait_seconds=0.1))
+    loop.model.eval()
+    with pytest.warns(DiLoCoWarning, match=r"no tokens were counted in 20 updates.*model\.train\(\)"):
+        loop.train(25)
+
+
+def test_a_cell_of_a_notebook_that_runs_again(tmp_path):
+    loop = Loop()
+    again = DiLoCo(loop.accelerator, loop.model, loop.optimizer)
+    assert loop.accelerator._custom_objects == [again]
+
+
 def test_state_is_loaded_before_joining(start, tmp_path):
     run = start(total_steps=3)
     loop = Loop(run)

@@ -96,7 +96,7 @@ class DiLoCo:
         self._order: dict[str, int] | None = None  # of the data; from a checkpoint, or as it was when training began
         self._resumes = False
         self._has_warned = False  # that it cannot save
-        accelerator.register_for_checkpointing(self)
+        self._register()
         if not self._plugin.syncer:
             logger.info("hf-diloco is off: no syncer address (HF_DILOCO_SYNCER); training goes on without it.")
             return
@@ -227,6 +227,15 @@ class DiLoCo:
             lease.move(state["shard"] % lease.num_shards)
 
     # --------------------------------------------------------------------------------------------------------- inside
+
+    def _register(self) -> None:
+        """For accelerate's checkpoints, in the place of the last one: a notebook's cell may run again."""
+        objects = self._accelerator._custom_objects
+        for index, known in enumerate(objects):
+            if isinstance(known, DiLoCo):
+                objects[index] = self
+                return
+        self._accelerator.register_for_checkpointing(self)
 
     def _count(self, *_: Any) -> None:
         self._num_updates += 1

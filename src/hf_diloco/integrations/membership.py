@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from hf_diloco.config import DiLoCoPlugin
-from hf_diloco.errors import DiLoCoError, UnsupportedError
+from hf_diloco.errors import DiLoCoError, DiLoCoWarning, UnsupportedError
 from hf_diloco.integrations.model_files import model_files
 from hf_diloco.integrations.schedules import follow
 from hf_diloco.learner.learner import Learner
@@ -24,6 +25,8 @@ from hf_diloco.learner.tokens import TokenCounter
 from hf_diloco.links.base import LearnerLink
 
 logger = logging.getLogger(__name__)
+
+_STEPS_WITHOUT_TOKENS = 20  # then something is wrong; counts that are on their way from a GPU come within a step or two
 
 
 class Membership:
@@ -64,6 +67,7 @@ class Membership:
         self._optimizer = inner_optimizer(optimizer)
         self._joint_step: int | None = None  # of the checkpoint of the whole run that is being saved
         self._counter = TokenCounter(model)
+        self._num_tokenless: int | None = 0  # steps at the beginning without tokens; None: it counts
         parameters = ModelParameters(model)
         self.learner = Learner(
             parameters,
@@ -106,6 +110,7 @@ class Membership:
             False when training ends here; then the model holds the final global values, if :attr:`holds_global`.
         """
         tokens, goes_on = self._counter.take(wait=is_last), True
+        self._look_at(tokens)
         if not was_skipped:
             goes_on = self.learner.step(tokens, loss=loss, data_digest=self._counter.data_digest())
             follow(self._scheduler, self.learner.global_step)
@@ -115,6 +120,21 @@ class Membership:
         if is_last or not goes_on:
             self.finish()
         return goes_on
+
+    def _look_at(self, tokens: int) -> None:
+        """Warn once of training without tokens: updates have no weight then, and are never merged."""
+        if tokens or self._num_tokenless is None:
+            self._num_tokenless = None
+            return
+        self._num_tokenless += 1
+        if self._num_tokenless == _STEPS_WITHOUT_TOKENS:
+            warnings.warn(
+                f"no tokens were counted in {_STEPS_WITHOUT_TOKENS} updates, and without tokens nothing is merged. "
+                "Call model.train() before the loop, and give batches to the model itself (model(**batch)), not to a "
+                "part or a method of it.",
+                DiLoCoWarning,
+                stacklevel=4,
+            )
 
     def end_pass(self) -> None:
         """A pass over the data has ended: the next one reads the shard that the syncer leases to this learner."""
