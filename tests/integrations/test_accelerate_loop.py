@@ -66,6 +66,7 @@ class Loop:
         accumulate=1,
         max_steps=30,
         own_order=False,
+        compiled=False,
         logs=None,
         checkpoint=None,
         data=None,
@@ -74,6 +75,7 @@ class Loop:
         AcceleratorState._reset_state(reset_partial_state=True)
         self.accelerator = Accelerator(
             cpu=True,
+            dynamo_backend="eager" if compiled else None,
             gradient_accumulation_steps=accumulate,
             dataloader_config=DataLoaderConfiguration(
                 use_seedable_sampler=own_order, data_seed=1 if own_order else None
@@ -194,6 +196,15 @@ def test_one_learner_alone_is_the_plain_loop(start, tmp_path, on_arrival):
     goodput = events.Scalars("diloco/goodput")
     assert (goodput[-1].step, goodput[-1].value) == (60, pytest.approx(1.0, abs=1e-3))
     assert [event.value for event in events.Scalars("diloco/participants")][-1] == 1
+
+
+def test_a_compiled_model(start):
+    run = start(total_steps=10)
+    loop = Loop(run, compiled=True)
+    assert not loop.train(100)
+    assert run.over()
+    assert all(torch.equal(p, run.model()[name]) for name, p in loop.model._orig_mod.named_parameters())
+    assert run.account()["tokens_trained"] == loop.num_tokens
 
 
 def test_gradients_accumulated_by_hand(start):

@@ -25,10 +25,7 @@ METRICS = {
 
 
 @pytest.fixture
-def run(tmp_path, request, monkeypatch):
-    for name in ("SYNCER", "LEARNER_ID", "NUM_SHARDS", "TOKEN", "TOKEN_FILE"):
-        monkeypatch.delenv(f"HF_DILOCO_{name}", raising=False)
-
+def run(tmp_path, request):
     def make(path="run", **settings):
         (tmp_path / path).mkdir()
         run = Run(tmp_path / path, **settings)
@@ -182,8 +179,8 @@ class Rates(TrainerCallback):
     ("kind", "options"),
     [
         ("linear", {}),
-        ("cosine", {}),
-        ("cosine_with_restarts", {"num_cycles": 3}),
+        pytest.param("cosine", {}, marks=pytest.mark.long),
+        pytest.param("cosine_with_restarts", {"num_cycles": 3}, marks=pytest.mark.long),
         ("warmup_stable_decay", {"num_decay_steps": 12}),
     ],
 )

@@ -38,6 +38,9 @@ class DiLoCoCallback(TrainerCallback):
     parameters, so ``trainer.evaluate()`` and ``trainer.save_model()`` after it are about the global model; evaluation
     during training is about this learner's.
 
+    It adds metrics of the run to Trainer's training logs (:func:`hf_diloco.learner.metrics.metrics`), and to those of
+    an evaluation whether the model was the global one (``eval_of_global_model``).
+
     What it changes for this learner, because each learner is a world of its own: ``args.output_dir`` becomes
     ``{output_dir}/learner-{id}``, ``args.run_name`` ends in ``-learner-{id}``, ``args.push_to_hub`` is off (only the
     syncer's export is pushed), and the order of the data depends on the learner's id as well as on ``args.data_seed``
