@@ -8,7 +8,7 @@ from hf_diloco.learner.exchange import Exchange
 def metrics(
     exchange: Exchange, *, tokens: int, tokens_overwritten: float, steps_overwritten: float
 ) -> dict[str, float]:
-    """By the name under which they are logged. The last four are counts or shares since this process began.
+    """By the name under which they are logged. All but the first three are counts or shares since this process began.
 
     - ``diloco/outer_step``: of the newest merge that was heard of.
     - ``diloco/staleness``: how many outer steps ago the values were made that this learner has applied, mean over the
