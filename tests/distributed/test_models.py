@@ -69,6 +69,20 @@ def check_export(run: Run, saved: SavedRun, out: Path) -> None:
         assert line in card, (line, card)
 
 
+def check_statistics(run: Run, values: dict[str, torch.Tensor]) -> None:
+    """Of batch norms: the average over the learners by their tokens, not what the model began with."""
+    held = [torch.load(run.path / f"learner-{learner_id}.buffers.pt") for learner_id in (0, 1)]
+    tokens = [learner["tokens_trained"] for learner in run.status()["learners"]]
+    names = [name for name in held[0] if name.endswith("running_mean")]
+    assert names
+    for name in names:
+        mean = sum(buffers[name] * count for buffers, count in zip(held, tokens, strict=True)) / sum(tokens)
+        torch.testing.assert_close(values[name], mean)
+        assert not torch.equal(held[0][name], held[1][name])
+    counters = [name for name in held[0] if name.endswith("num_batches_tracked")]
+    assert all(int(values[name]) == int(held[0][name]) > 0 for name in counters)
+
+
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=long) for kind in train_models.WHOLE])
 def test_a_whole_model(train: Any, kind: str) -> None:
     run, saved = train(kind)
@@ -81,6 +95,8 @@ def test_a_whole_model(train: Any, kind: str) -> None:
     own = {id(tensor) for name, tensor in model.state_dict(keep_vars=True).items() if name in values}
     rest = [name for name, tensor in model.state_dict(keep_vars=True).items() if id(tensor) not in own]
     assert not rest, "tensors of the model that the run did not have"
+    if kind == "resnet":
+        check_statistics(run, values)
     files = {path.name for path in (run.directory / "model").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"} <= files
     assert ("generation_config.json" in files) == model.can_generate()

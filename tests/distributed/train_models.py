@@ -173,6 +173,7 @@ def main() -> None:
     }  # fmt: skip
     trainer = make_trainer(options.kind, options.base, arguments)
     trainer.train()
+    torch.save(dict(trainer.model.named_buffers()), options.result.with_suffix(".buffers.pt"))
     torch.save(dict(ModelParameters(trainer.model).trainable), options.result.with_suffix(".pt"))
     options.result.write_text(json.dumps({"steps": trainer.state.global_step}))  # last: who sees it may read the other
 

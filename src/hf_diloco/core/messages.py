@@ -69,6 +69,15 @@ class SupplyConstant:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Statistic:
+    """One buffer that training changes (running statistics), as it is at a learner's end. Payload: its bytes."""
+
+    name: str
+    dtype: str  # as in "float32"
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class SupplyFile:
     """One file that belongs beside the weights: config.json, tokenizer files. Payload: its bytes."""
 
@@ -347,7 +356,7 @@ class Notice:
 StateMessage = WantState | StateOffer | WantPiece | StatePiece | NoState
 Message = (
     Hello | SupplyFragment | SupplyConstant | SupplyFile | Supplied | Progress | Update | Applied | NeedFull
-    | HandedBack | SavedCheckpoint | Leaving | Goodbye
+    | HandedBack | SavedCheckpoint | Leaving | Goodbye | Statistic
     | Welcome | SendValues | Refused | Start | Ask | HandBack | SaveCheckpoint | UpdateRefused
     | RoundClosed | Publication | Stop | Released | Notice
     | StateTaken | StateMessage | WantShard | LeaseShard

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 import hf_diloco
@@ -385,7 +386,7 @@ class Learner:
                 cut = Cut(waiting.ask, snapshot, local.anchor, local.version, steps, tokens, held_seconds, local.start)
                 exchange.ship(cut)
 
-    def _report(self) -> None:
+    def _report(self, payload: Tensor | None = None) -> None:
         is_news = self._digest_said_on != self._exchange.num_links
         self._digest_said_on = self._exchange.num_links
         self._exchange.send(
@@ -398,7 +399,8 @@ class Learner:
                 finished=self._finishing,
                 data_digest=self._data_digest if is_news else (),
                 tokens_overwritten=round(self._tokens_overwritten),
-            )
+            ),
+            payload,
         )
 
     def _show_notices(self) -> None:
@@ -437,7 +439,8 @@ class Learner:
                     exchange.changed.wait(timeout=1.0)
             if linked and num_links != reported_on:
                 reported_on = num_links
-                self._report()
+                self._send_statistics()
+                self._report(torch.empty(0, dtype=torch.uint8))  # keeps its place behind the statistics
             elif not linked and away_seconds > self._plugin.lost_timeout_seconds:
                 warnings.warn(
                     f"the syncer at {self._plugin.syncer} was away for {away_seconds:.0f} s: the model keeps this "
@@ -455,6 +458,11 @@ class Learner:
         exchange.send(ms.Goodbye(reason="the run is over"), torch.empty(0, dtype=torch.uint8))
         exchange.close(drain_seconds=_GOODBYE_SECONDS)
         return True
+
+    def _send_statistics(self) -> None:
+        for name, tensor in self._parameters.statistics():
+            message = ms.Statistic(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+            self._exchange.send(message, tensor.view(-1).view(torch.uint8))
 
     def _has_work(self) -> bool:
         return bool(self._exchange.asks) or any(local.ready is not None for local in self._exchange.fragments)

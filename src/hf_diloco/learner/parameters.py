@@ -195,11 +195,22 @@ class ModelParameters:
         Of a PEFT model only those that the adapter's file holds; the base model is saved already. All ranks have to
         exhaust it, but it yields on rank 0 only.
         """
+        yield from self._saved_constants(only_changing=False)
+
+    def statistics(self) -> Iterator[tuple[str, Tensor]]:
+        """Those of the constants that training changes after all: running statistics (batch norm).
+
+        Each rank holds buffers whole, so rank 0 may call this alone.
+        """
+        yield from self._saved_constants(only_changing=True)
+
+    def _saved_constants(self, *, only_changing: bool) -> Iterator[tuple[str, Tensor]]:
         wanted = None if self.adapter_names is None else set(self.adapter_names.values())
-        for name, stored, _ in self._constants():
-            whole = stored.whole() if wanted is None or name in wanted else None
-            if whole is not None:
-                yield name, whole
+        for name, stored, changes in self._constants():
+            if (wanted is None or name in wanted) and (changes or not only_changing):
+                whole = stored.whole()
+                if whole is not None:
+                    yield name, whole
 
     def constants_digest(self) -> str:
         """32 hex digits over names, shapes and values of the constants; "" on all ranks but 0.

@@ -148,6 +148,8 @@ class Run:
         elif isinstance(message, ms.Leaving):
             logger.info("[syncer · step %d] learner %d leaves soon: %s", self.outer_step, learner_id, message.reason)
             self.dispatch(ev.Leaving(learner_id=learner_id))
+        elif isinstance(message, ms.Statistic):
+            self.supply.take_statistic(learner_id, message, payload)
         elif isinstance(message, ms.SavedCheckpoint):
             self._joint.saved(learner_id, message.outer_step, message.path)
         elif isinstance(message, ms.Goodbye):
@@ -361,6 +363,7 @@ class Run:
             return
         if self.rounds.phase == "saving":
             self.state.settle()
+            self.supply.settle({who: account.tokens_trained for who, account in self.ledger.accounts.items()})
         path = self._saver.write_now(self._facts())
         self.saved = True
         self._tape.write("checkpoint", durable=True, path=f"{path.parent.name}/{path.name}")

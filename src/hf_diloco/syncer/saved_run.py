@@ -69,7 +69,7 @@ def save_run(
         "facts": vars(facts), "fragments": described,
     }  # fmt: skip
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in supply.constants.values())
-    linked = earlier if earlier is not None and num_bytes >= _LINK_FROM_BYTES else None
+    linked = earlier if num_bytes >= _LINK_FROM_BYTES and not supply.settled else None
 
     def groups() -> Iterator[tuple[str, Mapping[str, Tensor]]]:
         if linked is None:

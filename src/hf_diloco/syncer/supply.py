@@ -1,6 +1,8 @@
-"""The initial values: sent once, by the first learner."""
+"""The initial values, sent once, by the first learner; and what becomes of the running statistics among them."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ class Supply:
         self.complete = False
         self.constants: dict[str, Tensor] = {}
         self.files: dict[str, bytes] = {}
+        self.settled = False  # the constants are no longer those of earlier checkpoints
+        self._statistics: dict[int, dict[str, Tensor]] = {}  # of each learner that has come to its end
         self._supplier: int | None = None
         self._fragments: set[int] = set()
 
@@ -55,6 +59,30 @@ class Supply:
             self.complete = True
         return self.complete
 
+    def take_statistic(self, learner_id: int, message: ms.Statistic, payload: Tensor | None) -> None:
+        """Take in a buffer as it is at the end of one learner.
+
+        Raises:
+            MessageError: it is not one of the constants, or not finite.
+        """
+        if payload is None:
+            raise MessageError("Statistic needs a payload")
+        value, ours = _tensor(message, payload), self.constants.get(message.name)
+        if ours is None or (ours.dtype, ours.shape) != (value.dtype, value.shape):
+            raise MessageError(f"{message.name[:80]!r} is no buffer of this model, or of another dtype or shape")
+        if not bool(torch.isfinite(value).all()):
+            raise MessageError(f"the buffer {message.name!r} holds NaN or infinite values")
+        self._statistics.setdefault(learner_id, {})[message.name] = value
+
+    def settle(self, tokens: Mapping[int, int]) -> None:
+        """Make the final running statistics: floating ones by average, weighted by the learners' tokens.
+
+        The others (counters) are those of the first learner.
+        """
+        for name in sorted({name for values in self._statistics.values() for name in values}):
+            held = {who: values[name] for who, values in sorted(self._statistics.items()) if name in values}
+            self.constants[name], self.settled = _average(held, tokens), True
+
     def _take_fragment(self, message: ms.SupplyFragment, payload: Tensor, state: GlobalState) -> None:
         index = message.fragment_index
         if not 0 <= index < state.layout.num_fragments:
@@ -66,7 +94,7 @@ class Supply:
         self._fragments.add(index)
 
 
-def _tensor(message: ms.SupplyConstant, payload: Tensor) -> Tensor:
+def _tensor(message: ms.SupplyConstant | ms.Statistic, payload: Tensor) -> Tensor:
     dtype = getattr(torch, message.dtype, None)
     if not isinstance(dtype, torch.dtype) or any(size < 0 for size in message.shape):
         raise MessageError(f"constant {message.name!r} has unknown dtype {message.dtype!r} or shape {message.shape}")
@@ -74,3 +102,13 @@ def _tensor(message: ms.SupplyConstant, payload: Tensor) -> Tensor:
     if payload.numel() != count * dtype.itemsize:
         raise MessageError(f"constant {message.name!r} has {payload.numel()} bytes, not {count * dtype.itemsize}")
     return payload.clone().view(dtype).view(message.shape) if count else torch.empty(message.shape, dtype=dtype)
+
+
+def _average(held: Mapping[int, Tensor], tokens: Mapping[int, int]) -> Tensor:
+    first = next(iter(held.values()))
+    if not first.is_floating_point():
+        return first
+    weights = torch.tensor([max(tokens.get(who, 0), 1) for who in held], dtype=torch.float64)
+    stacked = torch.stack([value.double() for value in held.values()])
+    average: Tensor = torch.tensordot(weights / weights.sum(), stacked, dims=1)
+    return average.to(first.dtype)
