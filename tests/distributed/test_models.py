@@ -103,9 +103,11 @@ def test_a_whole_model(train: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["lora-sft", pytest.param("lora-dpo", marks=long), pytest.param("lora-head", marks=long)]
+    "kind", ["lora-sft", *(pytest.param(kind, marks=long) for kind in ("lora-dpo", "lora-head", "lora-quantised"))]
 )
 def test_an_adapter(train: Any, kind: str, tmp_path: Path) -> None:
+    if kind == "lora-quantised":
+        pytest.importorskip("bitsandbytes", reason="a large package, not among those of development")
     base = tmp_path / "base"
     train_models.save_base(base)
     run, saved = train(kind, base=base)

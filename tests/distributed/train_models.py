@@ -145,7 +145,12 @@ def make_trainer(kind: str, base: str, arguments: dict[str, Any]) -> hf.Trainer:
             model=base, args=trl.DPOConfig(**arguments, model_init_kwargs={"dtype": "float32"}), train_dataset=data,
             peft_config=peft.LoraConfig(r=2, target_modules="all-linear"), callbacks=callbacks,
         )  # fmt: skip
-    if kind == "lora-head":
+    if kind == "lora-quantised":
+        quantised = hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+        model = hf.AutoModelForCausalLM.from_pretrained(base, quantization_config=quantised, device_map="cpu")
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear"))
+    elif kind == "lora-head":
         config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["norm"])
         model = peft.get_peft_model(hf.AutoModelForCausalLM.from_pretrained(base), config)
     else:

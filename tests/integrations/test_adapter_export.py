@@ -6,6 +6,7 @@ import json
 import peft
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -85,6 +86,16 @@ def test_the_base_model_is_in_the_digest_all_the_same(base):
     with torch.no_grad():
         base.model.norm.weight[0] += 1
     assert ModelParameters(base).constants_digest() != before
+
+
+def test_the_base_model_is_noted_if_others_can_find_it(base, tmp_path):
+    assert ModelNotes.of(model_files(ModelParameters(base))).base_model is None, "a directory of this machine"
+    base.config._name_or_path = "some/model"
+    values, constants, files = supplied(adapted(base, KINDS["lora"]))
+    export_model(values, constants, files, tmp_path / "model", {"learners": 2})
+    card = ModelCard.load(tmp_path / "model" / "README.md")
+    assert (card.data.base_model, card.data.library_name) == ("some/model", "peft")
+    assert "- learners: 2" in card.text
 
 
 def test_trained_tensors_outside_the_adapter_are_named(base):

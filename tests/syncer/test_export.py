@@ -3,8 +3,10 @@ import json
 import pytest
 import torch
 import transformers
+from huggingface_hub import ModelCard
 from torch import nn
 
+from hf_diloco.core.model_notes import NOTES_FILE, ModelNotes
 from hf_diloco.errors import DiLoCoError, DiLoCoWarning
 from hf_diloco.syncer.export import export_model
 
@@ -63,6 +65,14 @@ def test_from_pretrained_loads_exactly_the_values(tmp_path, kind):
     assert (tmp_path / "model" / "tokenizer.json").read_bytes() == b"{}"
     assert "- learners: 2" in (tmp_path / "model" / "README.md").read_text()
     assert [item.name for item in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_card_names_the_base_model_and_the_notes_are_not_written(tmp_path):
+    values, constants, files = parts(tiny("gpt2")[0], tmp_path)
+    files[NOTES_FILE] = ModelNotes(base_model="some/model").to_bytes()
+    export_model(values, constants, files, tmp_path / "model")
+    assert ModelCard.load(tmp_path / "model" / "README.md").data.base_model == "some/model"
+    assert not (tmp_path / "model" / NOTES_FILE).exists()
 
 
 def test_mixtral_gets_the_names_of_the_hub(tmp_path):
