@@ -10,6 +10,7 @@ from test_transformers_run import Run
 from trainers import make_data, plugin
 from transformers import TrainerCallback
 
+from hf_diloco.core import leases
 from hf_diloco.learner.data import shard_dataset
 from hf_diloco.learner.lease import lease_of
 from hf_diloco.syncer.tape import read_tape
@@ -149,6 +150,39 @@ def test_a_resumed_learner_goes_on_where_it_was(run, saved_at, dies_at):
     run.thread.join(60)
     assert passes(first_read[:saved_at] + again_read) == [0, 1, 0, 1, 0][: (saved_at + 9 + 3) // 4]
     assert again.args.ignore_data_skip is False
+
+
+def test_a_shard_that_another_one_took_meanwhile_is_not_read_twice(run, monkeypatch):
+    """Learner 0 is away for too long and learner 2, of the same home, is in its first pass when it comes back."""
+    monkeypatch.setattr(leases, "ABSENT_SECONDS", -1.0)
+    run = run(num_shards=2)
+    reads_on, over = threading.Event(), threading.Event()
+
+    def die(control):
+        raise RuntimeError("killed")
+
+    def stay(control):
+        reads_on.set()
+        over.wait(60)
+        stop(control)
+
+    first, _ = run.reader(0, When(3, die), max_steps=200, save_strategy="steps", save_steps=2)
+    other, other_read = run.reader(2, When(1, stay), max_steps=200)
+    again, again_read = run.reader(0, When(2 + 5, stop), max_steps=200)
+    run.thread.start()
+    with pytest.raises(RuntimeError, match="killed"):
+        first.train()
+    next(one for one in first.callback_handler.callbacks if type(one).__name__ == "DiLoCoCallback")._end()
+    thread = threading.Thread(target=other.train)
+    thread.start()
+    assert reads_on.wait(60)
+    again.train(resume_from_checkpoint=f"{again.args.output_dir}/checkpoint-2")
+    over.set()
+    for one in (thread, run.thread):
+        one.join(60)
+        assert not one.is_alive()
+    assert other_read[0][0] == (0, 0)
+    assert passes(again_read) == [1, 1]  # from its beginning, though the checkpoint was of step 2
 
 
 @pytest.mark.parametrize("forgets", [True, False])
