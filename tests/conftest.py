@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 
@@ -46,6 +47,14 @@ def no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
         _kill(process)
     psutil.wait_procs(list(left), timeout=10)
     assert not shown, "processes left behind (killed now):\n  " + "\n  ".join(shown)
+
+
+@pytest.fixture(autouse=True)
+def no_lease_left() -> Iterator[None]:
+    """Learners of the next test have the same numbers, and a data set of this one may be alive yet."""
+    yield
+    if lease := sys.modules.get("hf_diloco.learner.lease"):
+        lease._leases.clear()
 
 
 def _running(processes: set[psutil.Process]) -> dict[psutil.Process, str]:

@@ -55,7 +55,6 @@ class DataRun(Run):
         trainer = self.trainer(learner_id, reads, *callbacks, per_device_train_batch_size=BATCH, **arguments)
         stream = datasets.load_dataset("json", data_files=self.files, split="train", streaming=True)
         trainer.train_dataset = shard_dataset(stream, num_shards=self.num_shards, plugin=plugin(learner_id))
-        lease_of(plugin(learner_id)).move(learner_id % self.num_shards)  # a test before may have left one behind
         return trainer, reads.steps
 
 

@@ -177,8 +177,9 @@ def test_a_digest_is_told_when_twice_as_many_examples_were_read(llama):
         llama(input_ids=torch.randint(3, 64, (16, 4)))
         if counter.data_digest() is not None:
             told.append(step)
-    assert told == [4, 8, 16]
+    assert told == [1, 4, 8, 16]
     counter.forget_examples()
+    assert counter.data_digest() == ()  # in the place of what was told last
     assert counter.data_digest() is None
     counter.detach()
 

@@ -22,9 +22,7 @@ pytestmark = pytest.mark.fast
 
 def lease(learner_id: int, num_shards: int) -> ShardLease:
     """As ``shard_dataset`` makes it; it lives as long as somebody holds it."""
-    made = lease_for(DiLoCoPlugin(syncer="in-process:1", learner_id=learner_id), num_shards)
-    made.move(learner_id % num_shards)
-    return made
+    return lease_for(DiLoCoPlugin(syncer="in-process:1", learner_id=learner_id), num_shards)
 
 
 def read(

@@ -20,7 +20,7 @@ class ExamplesRead:
     def __init__(self) -> None:
         self._digest = DataDigest()
         self._pending: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
-        self._say_at = NUM_HASHES
+        self._say_at = 0
 
     def add(self, batch: Tensor, mask: Tensor | None) -> None:
         """Note the examples of a micro-batch; never waits for an accelerator.
@@ -40,7 +40,7 @@ class ExamplesRead:
             self._pending.append((numbers.cpu(), None))
 
     def news(self) -> tuple[int, ...] | None:
-        """The smallest hashes, each time that twice as many examples were read; else None."""
+        """The smallest hashes: at first, then each time that twice as many examples were read; else None."""
         while self._pending:
             numbers, copied = self._pending[0]
             if copied is not None and not copied.query():  # type: ignore[no-untyped-call]
@@ -49,7 +49,7 @@ class ExamplesRead:
             self._digest.add(numbers.tolist())
         if self._digest.num_examples < self._say_at:
             return None
-        self._say_at = 2 * self._digest.num_examples
+        self._say_at = max(2 * self._digest.num_examples, NUM_HASHES)
         return self._digest.hashes
 
 

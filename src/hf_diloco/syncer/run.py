@@ -158,8 +158,8 @@ class Run:
             if self._restart is not None:  # later it is too old: the recovery has ended without it
                 self.dispatch(self._restart.take(learner_id, message, payload))
         elif isinstance(message, ms.WantShard):
-            self._shards.next(learner_id, message, time.monotonic())
-            self._readers.forget(learner_id)
+            if self._shards.next(learner_id, message, time.monotonic()):
+                self._readers.forget(learner_id)
         elif isinstance(message, ms.StateTaken):
             self._on_state_taken(learner_id, message)
         elif isinstance(message, ms.StateMessage):

@@ -51,8 +51,8 @@ class Shards:
         _check(hello.shard, self._table)
         self._lease(self._table, learner_id, self._table.claim(learner_id, hello.shard, now), now)
 
-    def next(self, learner_id: int, message: ms.WantShard, now: float) -> None:
-        """A learner has read a shard to its end.
+    def next(self, learner_id: int, message: ms.WantShard, now: float) -> bool:
+        """A learner has read a shard to its end; True if it gets another one.
 
         Raises:
             MessageError: there is no such shard.
@@ -62,6 +62,7 @@ class Shards:
         _check(message.shard, self._table)
         shard = self._table.next(learner_id, message.shard, now)
         self._lease(self._table, learner_id, shard, now, num_passes=message.num_passes)
+        return shard != message.shard
 
     def leave(self, learner_id: int, now: float, *, for_good: bool) -> None:
         """A learner's link is gone, or it took leave."""
