@@ -118,11 +118,15 @@ class DiLoCo:
             is_training=lambda frame: True,  # until __exit__, whatever happens
         )
         member.join()
+        try:
+            self._order_data(member)
+            warn_if_stuck(self._scheduler, stacklevel=2)
+            self._began_at = num_steps(self._scheduler)
+            self._hook = inner_optimizer(self._optimizer).register_step_post_hook(self._count)
+        except BaseException:  # then there is no __exit__
+            member.end()
+            raise
         self._membership, self._is_open, self._num_updates = member, True, 0
-        self._order_data(member)
-        warn_if_stuck(self._scheduler, stacklevel=2)
-        self._began_at = num_steps(self._scheduler)
-        self._hook = inner_optimizer(self._optimizer).register_step_post_hook(self._count)
         return self
 
     def step(self, loss: float | None = None) -> bool:
