@@ -111,6 +111,13 @@ def test_a_trained_prompt_is_refused(base):
         ModelParameters(adapted(base, config))
 
 
+def test_an_adapter_inside_a_model_of_transformers_is_refused(base):
+    peft.inject_adapter_in_model(copy.deepcopy(KINDS["lora"]), base)
+    base._hf_peft_config_loaded = True  # as model.add_adapter does, for which transformers wants a later PEFT
+    with pytest.raises(UnsupportedError, match="get_peft_model"):
+        ModelParameters(base)
+
+
 def test_the_second_adapter_is_left_alone(base):
     """As DPO has one that stays as it was."""
     model = adapted(base, KINDS["lora"])

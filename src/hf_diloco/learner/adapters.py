@@ -17,6 +17,11 @@ def adapter_name(model: nn.Module) -> str | None:
     """
     peft = sys.modules.get("peft")  # whoever made such a model has imported it
     if peft is None or not isinstance(model, peft.PeftModel):
+        if getattr(model, "_hf_peft_config_loaded", False):
+            raise UnsupportedError(
+                "the adapter was put into the model by transformers (model.add_adapter), which is not supported. Put "
+                "it around the model: peft.get_peft_model(model, config)."
+            )
         return None
     active = model.active_adapters
     if len(active) != 1:
