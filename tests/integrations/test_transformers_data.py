@@ -3,14 +3,17 @@
 import json
 import threading
 from collections import Counter
+from pathlib import Path
 
 import datasets
 import pytest
 from test_transformers_run import Run
-from trainers import make_data, plugin
-from transformers import TrainerCallback
+from tokenizers import Tokenizer, models, pre_tokenizers
+from trainers import make_data, make_model, plugin
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from hf_diloco.core import leases
+from hf_diloco.integrations.transformers import DiLoCoCallback
 from hf_diloco.learner.data import shard_dataset
 from hf_diloco.learner.lease import lease_of
 from hf_diloco.syncer.tape import read_tape
@@ -53,9 +56,11 @@ class DataRun(Run):
         """A Trainer, and what it reads: lists of (shard, row), one a step."""
         reads = Reads()
         trainer = self.trainer(learner_id, reads, *callbacks, per_device_train_batch_size=BATCH, **arguments)
-        stream = datasets.load_dataset("json", data_files=self.files, split="train", streaming=True)
-        trainer.train_dataset = shard_dataset(stream, num_shards=self.num_shards, plugin=plugin(learner_id))
+        trainer.train_dataset = shard_dataset(self.stream(), num_shards=self.num_shards, plugin=plugin(learner_id))
         return trainer, reads.steps
+
+    def stream(self):
+        return datasets.load_dataset("json", data_files=self.files, split="train", streaming=True)
 
 
 class Reads(TrainerCallback):
@@ -182,6 +187,32 @@ def test_a_shard_that_another_one_took_meanwhile_is_not_read_twice(run, monkeypa
         assert not one.is_alive()
     assert other_read[0][0] == (0, 0)
     assert passes(again_read) == [1, 1]  # from its beginning, though the checkpoint was of step 2
+
+
+@pytest.mark.long  # TRL takes its time to import
+@pytest.mark.filterwarnings("default")  # TRL's own
+def test_sft_trainer_prepares_a_stream_and_reads_the_leased_shards(run, tmp_path):
+    from trl import SFTConfig, SFTTrainer
+
+    run = run(num_shards=3)
+    for shard, file in enumerate(run.files):
+        Path(file).write_text("".join(json.dumps({"text": f"w{shard} w{row}"}) + "\n" for row in range(8)))
+    vocabulary = {"<pad>": 0, "<unk>": 1, "<eos>": 2, **{f"w{number}": number + 3 for number in range(8)}}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    reads = Reads()
+    trainer = SFTTrainer(
+        model=make_model(),
+        args=SFTConfig(
+            output_dir=str(tmp_path / "out"), max_steps=8, per_device_train_batch_size=BATCH, use_cpu=True, bf16=False,
+            report_to="none", save_strategy="no", disable_tqdm=True,
+        ),
+        train_dataset=shard_dataset(run.stream(), num_shards=3, plugin=plugin(0)),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
+        callbacks=[DiLoCoCallback(plugin(0), link=lambda: run.hub.connect(0)), reads],
+    )  # fmt: skip
+    run.train(trainer)
+    assert [{shard for shard, _ in step} for step in reads.steps] == [{0}, {0}, {1}, {1}, {2}, {2}, {0}, {0}]
 
 
 @pytest.mark.parametrize("forgets", [True, False])
