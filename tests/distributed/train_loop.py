@@ -1,0 +1,64 @@
+"""A user's Accelerate loop, as small as it gets; run by the tests, in one process or several."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from train_tiny import dataset, model
+from transformers import default_data_collator, get_scheduler
+
+from hf_diloco import DiLoCo
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--max_steps", type=int, default=60)
+    parser.add_argument("--step_seconds", type=float, default=0.0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    network = model(0, 16)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    size = accelerator.num_processes
+    scheduler = get_scheduler("cosine", optimizer, 4 * size, options.max_steps * size)
+    loader = DataLoader(dataset(0), batch_size=4, collate_fn=default_data_collator)
+    start = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
+    prepared = accelerator.prepare(network, optimizer, loader, scheduler)
+    wrapped, optimizer, loader, scheduler = prepared
+    rates, num_updates, num_tokens = [], 0, 0
+    checkpoint = options.result.with_suffix(".checkpoint")
+    diloco = DiLoCo(
+        accelerator, wrapped, optimizer, scheduler, total_steps=options.max_steps,
+        save_checkpoint=lambda: accelerator.save_state(str(checkpoint)),
+    )  # fmt: skip
+    if checkpoint.exists():
+        accelerator.load_state(str(checkpoint))
+    with diloco:
+        for batch in loader:
+            with accelerator.accumulate(wrapped):
+                accelerator.backward(wrapped(**batch).loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            num_tokens += batch["input_ids"].numel()
+            goes_on = diloco.step()
+            if accelerator.sync_gradients:
+                num_updates += 1
+                rates.append(scheduler.get_last_lr()[0])
+            time.sleep(options.step_seconds)
+            if not goes_on or num_updates == options.max_steps:
+                break
+    values = {name: parameter.detach() for name, parameter in network.named_parameters()}
+    result = {"values": values, "start": start, "rates": rates, "updates": num_updates, "tokens": num_tokens}
+    torch.save(result, options.result.with_name(f"{options.result.name}.{accelerator.process_index}.pt"))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
