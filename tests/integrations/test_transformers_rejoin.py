@@ -2,6 +2,7 @@
 
 import threading
 
+import peft
 import pytest
 import torch
 from test_transformers_run import Run
@@ -15,6 +16,7 @@ from hf_diloco.integrations.transformers import DiLoCoCallback
 pytestmark = [
     pytest.mark.fast,
     pytest.mark.filterwarnings("ignore:training ended early:hf_diloco.errors.DiLoCoWarning"),  # how the tests end
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT's
 ]
 
 SECONDS = 60
@@ -142,7 +144,16 @@ def mixtral(seed):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "by_path"), [(make_model, False), (mixtral, True)], ids=["llama", "mixtral"])
+def lora(seed):
+    """An adapter on a base model that all learners have."""
+    base = make_model(0)
+    torch.manual_seed(seed)
+    return peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("model", "by_path"), [(make_model, False), (mixtral, True), (lora, False)], ids=["llama", "mixtral", "lora"]
+)
 def test_its_own_checkpoint_gives_the_state_and_the_syncer_the_values(start, model, by_path, caplog):
     run = start(model=model)
     checkpoint = last_checkpoint(run.first.args.output_dir)
