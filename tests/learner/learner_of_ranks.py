@@ -175,11 +175,11 @@ def checkpointed(model: nn.Module) -> nn.Module:
     return model
 
 
-def zero(model: nn.Module, stage: int, **settings) -> nn.Module:
+def zero(model: nn.Module, stage: int, *, bf16: bool = False, **settings) -> nn.Module:
     import deepspeed
 
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5, momentum=0.5)
-    config = {**ZERO_CONFIG, "zero_optimization": {"stage": stage, **settings}}
+    config = {**ZERO_CONFIG, "bf16": {"enabled": bf16}, "zero_optimization": {"stage": stage, **settings}}
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
@@ -188,7 +188,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "compile": (llama, lambda: torch.compile(DistributedDataParallel(llama()), backend="eager")),
     "fsdp2": (llama, lambda: sharded(checkpointed(llama()), (2,))),
     "fsdp2-compile": (llama, lambda: torch.compile(sharded(llama(), (2,)), backend="eager")),
-    "hsdp": (llama, lambda: sharded(llama(), (2, 1))),
+    "hsdp": (llama, lambda: sharded(llama(), (2, dist.get_world_size() // 2))),
     "lora-ddp": (lora, lambda: DistributedDataParallel(lora())),
     "lora-ddp-bf16": (lambda: lora(torch.bfloat16), lambda: DistributedDataParallel(lora(torch.bfloat16))),
     "lora-fsdp2": (lora, lambda: sharded(lora(), (2,))),
@@ -225,7 +225,31 @@ def compare(kind: str, group: dist.ProcessGroup) -> None:
             assert ours.parameters.holds(fragment, value), f"rank {rank} has another value {stage}"
     if "fsdp" in kind:
         assert optimizer_state(ours.parameters.trainable, ours.optimizer) is None
-    print(f"rank {rank}: {kind} is equal", flush=True)
+
+
+def compare_with_masters(stage: int, group: dist.ProcessGroup) -> None:
+    """bf16 weights of DeepSpeed: what is written is in the fp32 masters whole, and in the weights rounded once."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    trained = Trained(zero(Chain(), stage, bf16=True), group, engine=True)
+    trained.train()
+    rank, fragments = dist.get_rank(), trained.layout.fragments
+    before = trained.values(rank)
+    for fragment in fragments:
+        trained.parameters.add_(fragment, torch.full((fragment.num_parameters,), 1e-5))
+    after = trained.values(rank)  # nothing on other ranks than 0
+    assert all(torch.equal(new, old + 1e-5) for old, new in zip(before, after, strict=True))
+    pieces = [
+        (piece, values[piece.offset : piece.offset + piece.num_parameters].view(piece.shape))
+        for fragment, values in zip(fragments, after, strict=False)
+        for piece in fragment.slices
+    ]
+    for name, weight in trained.model.module.named_parameters():
+        with GatheredParameters([weight]):
+            rows = [(weight.detach()[p.first_row : p.last_row], master) for p, master in pieces if p.name == name]
+            assert all(torch.equal(live, master.bfloat16()) for live, master in rows), f"{name} is not its master"
+    trained.train()
+    assert all(not torch.equal(old, new) for old, new in zip(after, trained.values(rank), strict=True))
 
 
 def main() -> None:
@@ -234,7 +258,11 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world_size))
     group = dist.new_group(backend="gloo")
     for kind in kinds:
-        compare(kind, group)
+        if kind in KINDS:
+            compare(kind, group)
+        else:
+            compare_with_masters(int(kind.removeprefix("masters-")), group)
+        print(f"rank {rank}: {kind} is equal", flush=True)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # FSDP2's process groups may abort an orderly exit

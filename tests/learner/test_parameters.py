@@ -191,6 +191,29 @@ def test_arithmetic_is_fp32_whatever_the_weights_are(dtype):
     torch.testing.assert_close(by_hand(model, fragment), torch.lerp(local, change, 0.75).to(dtype).float())
 
 
+def test_small_updates_of_bf16_weights_are_kept_in_the_fp32_anchor():
+    """50 updates of 1e-5 to weights of about 0.02, whose bf16 neighbours are 1e-4 apart."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
+    nn.init.normal_(model.weight, std=0.02)
+    start, alone = model.weight.detach().float(), model.weight.detach().clone()
+    with pytest.warns(DiLoCoWarning, match="rounded away"):
+        parameters = ModelParameters(model)
+    fragment = split(parameters, 1)[0]
+    anchor = parameters.read(fragment).result()
+    for _ in range(50):
+        shipped = anchor - parameters.read(fragment).result()
+        published = anchor + 1e-5
+        parameters.add_(fragment, published - anchor + shipped)  # what `carry` does when the update was merged
+        anchor = published
+        alone.add_(1e-5)
+    moved = ((model.weight.float() - start).mean() / 50e-5).item()
+    moved_alone = ((alone.float() - start).mean() / 50e-5).item()
+    assert moved == pytest.approx(1.0, abs=0.02)
+    assert moved_alone < 0.4
+    assert torch.equal(model.weight.float().view(-1), anchor.bfloat16().float())
+
+
 def test_scalars_empty_and_non_contiguous_tensors():
     model = nn.Module()
     model.scale = nn.Parameter(torch.tensor(3.0))

@@ -43,10 +43,9 @@ class Gathering:
         except ValueError:
             return -1
 
-    @staticmethod
-    def new_tag() -> int:
+    def new_tag(self) -> int:
         """For one gathering; all ranks have to take their tags in the same order."""
-        return next(_tags)
+        return 0 if self._group is None else next(_tags)
 
     def send(self, snapshot: Snapshot, tag: int) -> None:
         """Send it to rank 0, in the background."""
