@@ -170,6 +170,23 @@ def sharded(model: nn.Module, mesh_shape: tuple[int, ...], **settings) -> nn.Mod
     return fully_shard(model, mesh=mesh, **settings)
 
 
+def accelerated(model: nn.Module) -> nn.Module:
+    """FSDP2 as accelerate sets it up: embedding and head in units of their own, activation checkpointing."""
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    PartialState(cpu=True)
+    # accelerate ignores FSDP on the CPU otherwise.
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        activation_checkpointing=True, cpu_ram_efficient_loading=False,
+    )  # fmt: skip
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    assert accelerator.is_fsdp2
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))[0]
+
+
 def checkpointed(model: nn.Module) -> nn.Module:
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, LlamaDecoderLayer))
     return model
@@ -187,6 +204,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "ddp": (llama, lambda: DistributedDataParallel(llama())),
     "compile": (llama, lambda: torch.compile(DistributedDataParallel(llama()), backend="eager")),
     "fsdp2": (llama, lambda: sharded(checkpointed(llama()), (2,))),
+    "accelerate-fsdp2": (llama, lambda: accelerated(llama())),
     "fsdp2-compile": (llama, lambda: torch.compile(sharded(llama(), (2,)), backend="eager")),
     "hsdp": (llama, lambda: sharded(llama(), (2, dist.get_world_size() // 2))),
     "lora-ddp": (lora, lambda: DistributedDataParallel(lora())),
@@ -254,7 +272,8 @@ def compare_with_masters(stage: int, group: dist.ProcessGroup) -> None:
 
 def main() -> None:
     store, rank, world_size, *kinds = sys.argv[1:]
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # accelerate asks for them, and does not use them
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world_size))
     group = dist.new_group(backend="gloo")
     for kind in kinds:

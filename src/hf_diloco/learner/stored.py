@@ -17,7 +17,7 @@ from hf_diloco.learner.gathering import Gathering
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 _SUPPORTED = (
     "A learner may hold its model whole in each process (one process, DDP), or in rows (FSDP2, DeepSpeed ZeRO); "
-    "docs/operations.md lists what is supported."
+    "docs/support.md lists what is supported."
 )
 
 
