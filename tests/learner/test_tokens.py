@@ -189,5 +189,8 @@ def test_examples_that_are_no_tokens_have_numbers_too():
     numbers = example_numbers(images, None)
     assert len(set(numbers.tolist())) == 5
     assert torch.equal(example_numbers(images[[3, 1]], None), numbers[[3, 1]])
+    sound, mask = torch.randn(3, 9000), torch.ones(3, 9000)
+    assert torch.equal(example_numbers(sound, mask), example_numbers(sound, None))
+    assert example_numbers(torch.zeros(2, 0), torch.zeros(2, 0)).shape == (2,)
     assert example_numbers(torch.zeros(2, 0), None).shape == (2,)
     assert example_numbers(torch.tensor([True, False]), None).shape == (2,)

@@ -30,22 +30,21 @@ class ShardPosition:
         self._saved = cast(dict[str, Any], state.stateful_callbacks)
         self._skipping_from: int | None = None  # step at which a resumed pass begins, while Trainer is not to skip
         self._ignored_data_skip = args.ignore_data_skip
-        self._saved_shard: int | None = None
-        if state.global_step and _SHARD in self._saved:
-            self._saved_shard = int(self._saved[_SHARD]["shard"])
-            lease.move(self._saved_shard % lease.num_shards)  # it is asked for; another learner may have it by now
+        self._resumed: dict[str, int] | None = self._saved.get(_SHARD) if state.global_step else None
+        if self._resumed is not None:
+            lease.move(self._resumed["shard"] % lease.num_shards)  # it is asked for; another learner may have it by now
 
     def begin(self, state: TrainerState, dataloader: Any) -> None:
         """The learner has joined and has its shard."""
-        step, same_shard = state.global_step, self._lease.shard == self._saved_shard
-        pass_from = int(self._saved.get(_SHARD, {}).get("pass_from", 0)) if self._saved_shard is not None else 0
-        if step and (pass_from or not same_shard) and not self._args.ignore_data_skip:
-            steps_in_pass = step - pass_from if same_shard else 0
-            # Instead of Trainer's own skipping. (Random numbers go on from the seed, not from the checkpoint.)
-            self._args.ignore_data_skip = True
-            dataloader.skip_batches = steps_in_pass * self._args.gradient_accumulation_steps
-            self._skipping_from = step
-            pass_from = step - steps_in_pass
+        step, pass_from = state.global_step, 0
+        if self._resumed is not None:
+            same_shard = self._lease.shard == self._resumed["shard"]
+            pass_from = self._resumed["pass_from"] if same_shard and not self._ignored_data_skip else step
+            if pass_from and not self._ignored_data_skip:
+                # Instead of Trainer's own skipping. (Random numbers go on from the seed, not from the checkpoint.)
+                self._args.ignore_data_skip = True
+                dataloader.skip_batches = (step - pass_from) * self._args.gradient_accumulation_steps
+                self._skipping_from = step
         self._note(pass_from)
 
     def end_pass(self, member: Membership, state: TrainerState, control: TrainerControl, dataloader: Any) -> None:

@@ -56,14 +56,15 @@ class ExamplesRead:
 def example_numbers(batch: Tensor, mask: Tensor | None) -> Tensor:
     """A number (int64) for each row of a batch: equal rows have equal ones, padding does not count."""
     rows = batch.reshape(len(batch), -1) if batch.numel() else batch.new_zeros((len(batch), 1))
+    kept = mask.reshape(rows.shape).ne(0) if mask is not None and mask.shape == batch.shape and batch.numel() else None
     if rows.is_floating_point():
-        rows = rows[:, :: max(rows.shape[1] // _MOST_FLOATS, 1)].to(torch.float32).contiguous().view(torch.int32)
+        stride = max(rows.shape[1] // _MOST_FLOATS, 1)
+        rows = rows[:, ::stride].to(torch.float32).contiguous().view(torch.int32)
+        kept = None if kept is None else kept[:, ::stride]
     rows = rows.to(torch.int64)
-    if mask is not None and mask.shape == batch.shape:
-        kept = mask.reshape(rows.shape).ne(0)
+    positions = torch.arange(1, rows.shape[1] + 1, device=rows.device)
+    if kept is not None:
         positions = kept.cumsum(1)  # so that padding on the left shifts nothing
-    else:
-        kept, positions = None, torch.arange(1, rows.shape[1] + 1, device=rows.device)
     mixed = rows + positions * _STEP
     mixed = (mixed ^ (mixed >> 30)) * _FIRST
     mixed = (mixed ^ (mixed >> 27)) * _SECOND
