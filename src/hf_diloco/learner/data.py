@@ -30,8 +30,9 @@ def shard_dataset(
             ``datasets.IterableDataset`` (its files if ``num_shards`` divides their number, else every
             ``num_shards``-th example; if you shuffle it before, use the same seed at all learners), or an iterable
             torch dataset (every ``num_shards``-th example).
-        num_shards: Number of shards; equal at all learners. Default: ``HF_DILOCO_NUM_SHARDS``. Choose it at least as
-            large as the number of learners there will ever be.
+        num_shards: Number of shards; equal at all learners. Default: ``HF_DILOCO_NUM_SHARDS``. For an iterable dataset
+            at least as large as the number of learners there will ever be; for a map-style one the number of learners,
+            since shards that belong to none of them are not read.
         shard: Which shard, for good. Default: the learner's id modulo ``num_shards``, at first.
         plugin: Where the defaults come from. Default: ``DiLoCoPlugin()``, that is, the environment.
 
