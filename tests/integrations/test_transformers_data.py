@@ -55,7 +55,7 @@ class DataRun(Run):
     def reader(self, learner_id, *callbacks, **arguments):
         """A Trainer, and what it reads: lists of (shard, row), one a step."""
         reads = Reads()
-        trainer = self.trainer(learner_id, reads, *callbacks, per_device_train_batch_size=BATCH, **arguments)
+        trainer = self.trainer(learner_id, reads, *callbacks, **{"per_device_train_batch_size": BATCH, **arguments})
         trainer.train_dataset = shard_dataset(self.stream(), num_shards=self.num_shards, plugin=plugin(learner_id))
         return trainer, reads.steps
 
@@ -134,14 +134,21 @@ def test_learners_come_and_go_and_all_shards_are_read_in_turn(run):
     assert not run.lines("warning")
 
 
-@pytest.mark.parametrize(("saved_at", "dies_at"), [(3, 4), (6, 7), (8, 9)], ids=["first pass", "second", "its end"])
-def test_a_resumed_learner_goes_on_where_it_was(run, saved_at, dies_at):
+@pytest.mark.parametrize(
+    ("saved_at", "dies_at", "accumulate"),
+    [(3, 4, 1), (6, 7, 1), (6, 7, 2), (8, 9, 1)],
+    ids=["first pass", "second", "second, gradients accumulated", "its end"],
+)
+def test_a_resumed_learner_goes_on_where_it_was(run, saved_at, dies_at, accumulate):
     run = run(num_shards=2)
 
     def die(control):
         raise RuntimeError("killed")
 
-    arguments = {"max_steps": 200, "save_strategy": "steps", "save_steps": saved_at}
+    arguments = {
+        "max_steps": 200, "save_strategy": "steps", "save_steps": saved_at, "gradient_accumulation_steps": accumulate,
+        "per_device_train_batch_size": BATCH // accumulate,
+    }  # fmt: skip
     first, first_read = run.reader(0, When(dies_at, die), **arguments)
     again, again_read = run.reader(0, When(saved_at + 9, stop), **{**arguments, "save_strategy": "no"})
     run.thread.start()
@@ -152,7 +159,7 @@ def test_a_resumed_learner_goes_on_where_it_was(run, saved_at, dies_at):
     again.train(resume_from_checkpoint=f"{again.args.output_dir}/checkpoint-{saved_at}")
     run.syncer.stop()
     run.thread.join(60)
-    assert passes(first_read[:saved_at] + again_read) == [0, 1, 0, 1, 0][: (saved_at + 9 + 3) // 4]
+    assert passes(first_read[: saved_at * accumulate] + again_read) == [0, 1, 0, 1, 0][: (saved_at + 9 + 3) // 4]
     assert again.args.ignore_data_skip is False
 
 
