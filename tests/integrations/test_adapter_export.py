@@ -9,6 +9,7 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_diloco.core.model_notes import NOTES_FILE, ModelNotes
@@ -78,6 +79,21 @@ def test_the_files_are_those_that_peft_writes(base, tmp_path, kind):
     ids = torch.arange(8).unsqueeze(0)
     if loaded is not None:
         assert torch.equal(loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+
+
+def test_a_sharded_model_has_the_same_files(base, tmp_path):
+    model = adapted(base, KINDS["dora, no task"])
+    plain = [ModelParameters(base), ModelParameters(model)]
+    expected = [{**model_files(parameters), "names": parameters.adapter_names} for parameters in plain]
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        fully_shard(base, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        assert type(base).__name__ == "FSDPLlamaForCausalLM"
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        sharded = [ModelParameters(base), ModelParameters(model)]
+        assert [{**model_files(parameters), "names": parameters.adapter_names} for parameters in sharded] == expected
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_the_base_model_is_in_the_digest_all_the_same(base):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from hf_diloco.core.model_notes import NOTES_FILE, ModelNotes
@@ -31,7 +32,7 @@ def model_files(parameters: ModelParameters, processing_class: Any = None) -> di
             _save_adapter_config(model, directory)
         elif isinstance(model, PreTrainedModel):
             config = copy.deepcopy(model.config)  # as model.save_pretrained does, without its side effects
-            config.architectures = [type(model).__name__]
+            config.architectures = [_class(model).__name__]
             config.dtype = str(model.dtype).removeprefix("torch.")
             config.save_pretrained(directory)
             if model.can_generate() and model.generation_config is not None:
@@ -49,8 +50,13 @@ def _save_adapter_config(model: Any, directory: str) -> None:
     base = model.get_base_model()
     config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
     config.inference_mode = True
-    mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+    mapping = {"base_model_class": _class(base).__name__, "parent_library": _class(base).__module__}
     config.save_pretrained(directory, auto_mapping_dict=mapping if config.task_type is None else None)
+
+
+def _class(model: nn.Module) -> type:
+    """The user's class: FSDP2 gives the model one of its own, derived from it."""
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def _base_model(model: nn.Module) -> str | None:
