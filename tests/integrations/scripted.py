@@ -9,7 +9,7 @@ class ScriptedLearner:
     instances: list["ScriptedLearner"] = []  # noqa: RUF012
     starts_at, jumps, ends_at, finishes, join_error = 0, {}, None, True, None
 
-    def __init__(self, parameters, plugin, *, total_steps, steps_from_epochs, files, optimizer, link):
+    def __init__(self, parameters, plugin, *, total_steps, steps_from_epochs, files, optimizer, link, ranks):
         self.optimizer = optimizer
         self.parameters, self.total_steps, self.files, self.link = parameters, total_steps, files, link
         self.steps_from_epochs = steps_from_epochs
@@ -32,7 +32,7 @@ class ScriptedLearner:
 
     def _fill(self):
         with torch.no_grad():
-            for parameter in self.parameters._trainable.values():
+            for parameter in self.parameters.trainable.values():
                 parameter.fill_(0.25)
 
     def finish(self, *, interrupted):

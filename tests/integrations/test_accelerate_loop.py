@@ -18,7 +18,7 @@ from trainers import make_data, make_model, plugin
 from transformers import default_data_collator, get_scheduler
 
 from hf_diloco import DiLoCo, SyncerConfig
-from hf_diloco.errors import DiLoCoError, DiLoCoWarning, UnsupportedError
+from hf_diloco.errors import DiLoCoError, DiLoCoWarning
 from hf_diloco.learner.data import shard_dataset
 from hf_diloco.learner.lease import lease_of
 from hf_diloco.links.in_process import InProcessHub
@@ -386,10 +386,3 @@ def test_state_is_loaded_before_joining(start, tmp_path):
     loop.accelerator.save_state(str(tmp_path / "saved"))
     with pytest.raises(DiLoCoError, match="before the `with`"), loop.diloco:
         loop.accelerator.load_state(str(tmp_path / "saved"))
-
-
-def test_several_processes_are_refused(monkeypatch):
-    loop = Loop()
-    monkeypatch.setattr(Accelerator, "num_processes", 2)
-    with pytest.raises(UnsupportedError, match="2 processes"):
-        DiLoCo(loop.accelerator, loop.model, loop.optimizer, plugin=plugin(0))

@@ -82,7 +82,6 @@ def test_learners_do_not_push(scripted, tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("world_size", 2, "2 processes; learners of several processes come with the next release.*num-learners"),
         ("n_gpu", 4, "4 GPUs.*CUDA_VISIBLE_DEVICES"),
         ("deepspeed_plugin", object(), "DeepSpeed"),
     ],

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from in_process_world import SECONDS, leave_at, parameters, train
+from ranked import RankedLearner
 from test_restarts import RestartWorld, check_tape
 
 from hf_diloco.links.in_process import Weather
@@ -21,7 +22,7 @@ def random_run(path: Path, seed: int) -> None:
     """Two or three learners over links that delay, reorder and lose messages; the syncer may die and come back.
 
     In some runs in which it does not, one learner more takes leave in mid-run. (What it alone had applied, a syncer
-    that dies afterwards could not get back.)
+    that dies afterwards could not get back.) In some the first learner has two ranks.
     """
     rng = random.Random(seed)
     num_learners, num_kills = rng.randint(2, 3), rng.choice([0, 0, 1, 2])
@@ -45,13 +46,17 @@ def random_run(path: Path, seed: int) -> None:
     world = RestartWorld(
         path, seed=seed, weather=weather, expected_learners=num_learners + (leaver is not None), **settings
     )
-    for learner_id in range(num_learners):
+    ranked = RankedLearner(world, 0, steps=steps).start() if random.Random(f"{seed} ranks").random() < 0.4 else None
+    for learner_id in range(1 if ranked else 0, num_learners):
         world.start(train, world, learner_id, steps=steps, pace_seconds=rng.choice([0.002, 0.004]))
     if leaver is not None:
         world.start(leave_at, world, leaver, rng.randint(5, steps // 2), drain_seconds=SECONDS, steps=steps)
     for _ in range(num_kills):
         _kill(world, rng)
     world.join()
+    if ranked is not None:
+        ranked.check_ranks_agree()
+        assert ranked.ended[0] == "finished"
     check_run(world, num_learners, carry=settings["on_arrival"] == "carry")
 
 

@@ -85,7 +85,7 @@ class Trainee:
     def _run(self) -> None:
         exchange = self.learner._exchange
         give = exchange.give
-        exchange.give = lambda *arguments: (self.gives.append(self.learner._steps), give(*arguments))[1]  # type: ignore[method-assign]
+        exchange.give = lambda *arguments: (self.gives.append(self.learner._accounts.steps), give(*arguments))[1]  # type: ignore[method-assign]
         try:
             self.learner.join()
             self.start_digests = [piece_digest(self.state.read(piece).result()) for piece in self.state.plan().pieces]

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_diloco.integrations.transformers import DiLoCoCallback
+from hf_diloco.learner.accounts import Accounts
 from hf_diloco.learner.learner import Learner
 from hf_diloco.learner.local import LocalFragment, Prepared
 
@@ -63,27 +64,26 @@ class Witness:
         _replace(Learner, "join", joined)
 
     def _watch_steps(self) -> None:
-        step, take = Learner.step, Learner._take
+        step, settle = Learner.step, Accounts.settle
 
         def stepped(learner: Learner, tokens: int, **more: Any) -> bool:
-            self.write("step", global_step=learner.global_step + 1, steps=learner._steps + 1, tokens=tokens)
+            self.write("step", global_step=learner.global_step + 1, steps=learner._accounts.steps + 1, tokens=tokens)
             return step(learner, tokens, **more)
 
-        def taken(learner: Learner, local: LocalFragment, prepared: Prepared) -> Prepared:
+        def settled(accounts: Accounts, index: int, local: LocalFragment, prepared: Prepared, *more: Any) -> None:
             before, merged = local.accounted_steps, prepared.merged
-            prepared = take(learner, local, prepared)
+            settle(accounts, index, local, prepared, *more)
             self.write(
                 "applied",
-                fragment_index=local.fragment.index,
+                fragment_index=index,
                 version=list(prepared.version),
                 digest=prepared.digest,
                 merged=merged.update_id if merged else None,
                 overwritten_steps=local.accounted_steps - before - (merged.steps if merged else 0),
             )
-            return prepared
 
         _replace(Learner, "step", stepped)
-        _replace(Learner, "_take", taken)
+        _replace(Accounts, "settle", settled)
 
     def _watch_the_end(self) -> None:
         finish = Learner.finish

@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_diloco.config import DiLoCoPlugin
 from hf_diloco.errors import DiLoCoError, DiLoCoWarning, UnsupportedError
-from hf_diloco.integrations.membership import Membership, inner_optimizer, refuse_several_processes, reseed
+from hf_diloco.integrations.membership import Membership, inner_optimizer, reseed
 from hf_diloco.integrations.schedules import num_steps, warn_if_stuck
 from hf_diloco.learner.data import data_seed
 from hf_diloco.learner.lease import lease_of
@@ -100,7 +100,6 @@ class DiLoCo:
         if not self._plugin.syncer:
             logger.info("hf-diloco is off: no syncer address (HF_DILOCO_SYNCER); training goes on without it.")
             return
-        refuse_several_processes(accelerator.num_processes)
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             raise UnsupportedError("DeepSpeed is not supported here yet. Remove it from accelerate's configuration.")
 
@@ -155,7 +154,7 @@ class DiLoCo:
         while num_updates and goes_on:
             num_updates -= 1
             goes_on = member.step(loss=self._loss)
-        if member.preemption.requested():
+        if member.told_to_stop:
             self._end_preempted(member)
         if goes_on and member.save_wanted:
             self._save(member)
@@ -173,10 +172,10 @@ class DiLoCo:
         if member is None or not self._is_open:
             return
         try:
-            if error is None and not member.has_ended and not member.preemption.requested():
+            if error is None and not member.has_ended and not member.told_to_stop:
                 logger.info("%s its loop has ended", member)
                 member.finish()
-            if error is None and member.preemption.requested():
+            if error is None and member.told_to_stop:
                 self._end_preempted(member)
         finally:
             self._close(member)

@@ -15,12 +15,14 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from hf_diloco.config import DiLoCoPlugin
-from hf_diloco.errors import DiLoCoError, DiLoCoWarning, UnsupportedError
+from hf_diloco.errors import DiLoCoError, DiLoCoWarning
 from hf_diloco.integrations.model_files import model_files
 from hf_diloco.integrations.schedules import follow
+from hf_diloco.learner.follower import Follower
 from hf_diloco.learner.learner import Learner
 from hf_diloco.learner.parameters import ModelParameters
 from hf_diloco.learner.preemption import Preemption
+from hf_diloco.learner.ranks import ranks_of_this_learner
 from hf_diloco.learner.tokens import TokenCounter
 from hf_diloco.links.base import LearnerLink
 
@@ -34,6 +36,7 @@ class Membership:
 
     Whoever drives the loop calls :meth:`join`, :meth:`step` after each update, and :meth:`end`, whatever happens. If
     it cannot (Trainer says nothing when training raises), the link ends with this object, or when the process exits.
+    All processes of the learner do the same; only rank 0 has the link.
 
     Args:
         model: the module whose ``forward`` gets the batches.
@@ -68,16 +71,23 @@ class Membership:
         self._joint_step: int | None = None  # of the checkpoint of the whole run that is being saved
         self._counter = TokenCounter(model)
         self._num_tokenless: int | None = 0  # steps at the beginning without tokens; None: it counts
-        parameters = ModelParameters(model)
-        self.learner = Learner(
-            parameters,
-            plugin,
-            total_steps=total_steps,
-            steps_from_epochs=steps_from_epochs,
-            files=model_files(parameters, processing_class),
-            optimizer=self._optimizer,
-            link=link,
-        )
+        self._ranks = ranks_of_this_learner()
+        parameters = ModelParameters(model, self._ranks.bulk)
+        files = model_files(parameters, processing_class)
+        self.learner: Learner | Follower
+        if self._ranks.rank == 0:
+            self.learner = Learner(
+                parameters,
+                plugin,
+                total_steps=total_steps,
+                steps_from_epochs=steps_from_epochs,
+                files=files,
+                optimizer=self._optimizer,
+                link=link,
+                ranks=self._ranks,
+            )
+        else:
+            self.learner = Follower(parameters, plugin, ranks=self._ranks, optimizer=self._optimizer)
         self._close = weakref.finalize(self, self.learner.close)
 
     def join(self) -> None:
@@ -142,6 +152,11 @@ class Membership:
             self._counter.forget_examples()
 
     @property
+    def told_to_stop(self) -> bool:
+        """This process is to end; or any process of this learner, as all of them knew at their last step boundary."""
+        return self.preemption.requested() if self._ranks.size == 1 else self.learner.interrupted
+
+    @property
     def save_wanted(self) -> bool:
         """The syncer wants a checkpoint of this step, as a part of one of the whole run."""
         return self._joint_step is not None
@@ -155,7 +170,7 @@ class Membership:
     def finish(self) -> None:
         """Wait for the final global values, unless told to stop meanwhile."""
         self.holds_global = self.learner.finish(interrupted=self.preemption.requested)
-        self.has_ended = self.holds_global or not self.preemption.requested()
+        self.has_ended = self.holds_global or not self.told_to_stop
 
     def leave(self, reason: str, *, for_good: bool = True) -> None:
         """Have merged what is not, and take leave; the others go on. The model keeps the local values."""
@@ -167,12 +182,13 @@ class Membership:
         """As told to stop: ship what is not merged, and take leave. Once."""
         if self.has_ended:
             return
+        reason = self.preemption.reason or "as another rank of this learner was"
         logger.warning(
             "%s told to stop (%s): has what it did merged (for at most %.0f s), saves, and ends",
-            self, self.preemption.reason, self._plugin.drain_seconds,
+            self, reason, self._plugin.drain_seconds,
         )  # fmt: skip
         try:
-            self.leave(f"told to stop ({self.preemption.reason})", for_good=False)
+            self.leave(f"told to stop ({reason})", for_good=False)
         except DiLoCoError as error:  # whatever it is, there is still a checkpoint to save
             logger.error("%s could not ship what is not merged: %s", self, error)
 
@@ -189,20 +205,6 @@ class Membership:
 def inner_optimizer(optimizer: Any) -> Any:
     """The optimizer of torch in what Accelerate makes of it."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-
-
-def refuse_several_processes(num_processes: int) -> None:
-    """For the time being.
-
-    Raises:
-        UnsupportedError: there are several.
-    """
-    if num_processes > 1:
-        raise UnsupportedError(
-            f"this learner has {num_processes} processes; learners of several processes come with the next release. "
-            "Start one learner for each process: `hf-diloco launch --num-learners N`, or `accelerate launch "
-            "--num_processes 1` with its own HF_DILOCO_LEARNER_ID each."
-        )
 
 
 def reseed(dataloader: Any, seed: int) -> None:

@@ -15,7 +15,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from hf_diloco.config import DiLoCoPlugin
 from hf_diloco.errors import DiLoCoWarning, UnsupportedError
-from hf_diloco.integrations.membership import Membership, refuse_several_processes, reseed
+from hf_diloco.integrations.membership import Membership, reseed
 from hf_diloco.integrations.schedules import warn_if_stuck
 from hf_diloco.integrations.shard_position import ShardPosition
 from hf_diloco.integrations.trainer_stack import end_training, put_first, save, serves, trainer_above
@@ -147,7 +147,7 @@ class DiLoCoCallback(TrainerCallback):
             control.should_save = True
         if not goes_on and not is_last:
             _stop(args, state, control)
-        if member.preemption.requested():
+        if member.told_to_stop:
             member.drain()
             control.should_training_stop = control.should_save = True
             control.should_evaluate = False
@@ -164,7 +164,7 @@ class DiLoCoCallback(TrainerCallback):
         """Take the shard for the next pass over an iterable data set; no evaluation when there is no time for it."""
         if self._membership is None:
             return
-        if self._membership.preemption.requested():
+        if self._membership.told_to_stop:
             control.should_evaluate = False
         elif self._position is not None and not self._membership.has_ended:
             self._position.end_pass(self._membership, state, control, train_dataloader)
@@ -173,7 +173,7 @@ class DiLoCoCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Cut an evaluation short when there is no time for it."""
-        if self._membership is not None and self._membership.preemption.requested():
+        if self._membership is not None and self._membership.told_to_stop:
             self._membership.drain()
             self._end_preempted(nobody_knows=True)
 
@@ -215,7 +215,7 @@ class DiLoCoCallback(TrainerCallback):
         member = self._membership
         if member is None:
             return
-        if not member.has_ended and not member.preemption.requested():
+        if not member.has_ended and not member.told_to_stop:
             if control.should_training_stop:
                 member.leave("training ended early at this learner")
                 warnings.warn(
@@ -227,7 +227,7 @@ class DiLoCoCallback(TrainerCallback):
                 )
             else:  # the data ran out
                 member.finish()
-        if member.preemption.requested():
+        if member.told_to_stop:
             member.drain()
         if member.holds_global and args.load_best_model_at_end and state.best_model_checkpoint:
             member.learner.restore()
@@ -237,7 +237,7 @@ class DiLoCoCallback(TrainerCallback):
                 DiLoCoWarning,
                 stacklevel=2,
             )
-        if member.preemption.requested():
+        if member.told_to_stop:
             self._end_preempted()
         self._end()
 
@@ -296,7 +296,6 @@ class DiLoCoCallback(TrainerCallback):
 
 
 def _check(args: TrainingArguments) -> None:
-    refuse_several_processes(args.world_size)
     if args.n_gpu > 1:
         raise UnsupportedError(
             f"Trainer would spread this learner over {args.n_gpu} GPUs with nn.DataParallel. Start it through "

@@ -109,7 +109,7 @@ class Recipient:
         learner_id: int,
         exchange: Exchange,
         state: OptimizerState,
-        boundary: Callable[[], None],
+        boundary: Callable[[], object],
         interrupted: Callable[[], bool],
     ) -> None:
         self._learner_id, self._exchange, self._state = learner_id, exchange, state
@@ -261,7 +261,7 @@ def take_state(
     exchange: Exchange,
     optimizer: Optimizer,
     state: OptimizerState | None,
-    boundary: Callable[[], None],
+    boundary: Callable[[], object],
     interrupted: Callable[[], bool],
 ) -> ms.StateTaken:
     """Give an optimizer that begins in mid-run the best there is: its own state, else a peer's, else a warm-up."""

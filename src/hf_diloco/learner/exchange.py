@@ -13,47 +13,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from hf_diloco.core import messages as ms
-from hf_diloco.core.codec import decode, digest, encode
+from hf_diloco.core.codec import digest, encode
 from hf_diloco.core.fragments import FragmentLayout
 from hf_diloco.errors import DiLoCoError, LearnerRefusedError, MessageError
-from hf_diloco.learner.local import LocalFragment, Prepared, Shipped
+from hf_diloco.learner.local import Cut, LocalFragment, OpenAsk, Prepared, Shipped
 from hf_diloco.learner.optimizer_state import piece_digest
+from hf_diloco.learner.publications import prepare, published_value
 from hf_diloco.learner.snapshots import Snapshot
 from hf_diloco.links.base import LearnerLink, LinkDown, LinkEvent, LinkUp, Received
 
 logger = logging.getLogger(__name__)
 
 _RECEIVE_SECONDS = 0.5
-_CARRY_LIMIT = 4  # times H: local progress that was not merged for so many steps with a link is given up
 _EMPTY = torch.empty(0, dtype=torch.uint8)
-
-
-@dataclass(frozen=True)
-class OpenAsk:
-    """An ask that waits for the next step boundary."""
-
-    ask: ms.Ask
-    arrived_at: float
-
-
-@dataclass(frozen=True)
-class Cut:
-    """What the training thread took at a step boundary, to be encoded and sent."""
-
-    ask: ms.Ask
-    snapshot: Snapshot
-    anchor: Tensor
-    anchor_version: ms.Version
-    steps: int
-    tokens: int
-    held_seconds: float
-    start: int  # which start of the fragment it was cut from
 
 
 class Exchange:
@@ -103,7 +81,7 @@ class Exchange:
         self._learner_id, self._incarnation, self._link = learner_id, incarnation, link
         self._hello, self._make_layout = hello, make_layout
         self._work: queue.SimpleQueue[
-            Received | LinkUp | LinkDown | Cut | tuple[ms.Applied | ms.WantPiece, Snapshot] | None
+            Received | LinkUp | LinkDown | Cut | Snapshot | tuple[ms.Applied | ms.WantPiece, Snapshot] | None
         ]
         self._work = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -153,6 +131,10 @@ class Exchange:
         else:
             self._work.put((applied, live))
 
+    def forget(self, snapshot: Snapshot) -> None:
+        """Wait for what is on its way from other ranks, in the background, and do nothing with it."""
+        self._work.put(snapshot)
+
     def give(self, wanted: ms.WantPiece, content: Snapshot) -> None:
         """Hash and send a piece of optimizer state, in the background."""
         self._work.put((wanted, content))
@@ -170,6 +152,8 @@ class Exchange:
             try:
                 if isinstance(item, Cut):
                     self._encode_and_send(item)
+                elif isinstance(item, Snapshot):
+                    item.result()
                 elif isinstance(item, tuple):
                     self._send_snapshot(*item)
                 else:
@@ -336,7 +320,8 @@ class Exchange:
             if message.version == version and anchor is not None:
                 self.send(self._applied(message, digest(anchor)))
             return
-        published = self._decode(message, payload, anchor, version)
+        size = local.fragment.num_parameters
+        published = published_value(self._learner_id, message, payload, size, anchor, version)
         if published is None:
             self.send(ms.NeedFull(fragment_index=message.fragment_index))
             return
@@ -344,48 +329,13 @@ class Exchange:
             if local.ready is not None:  # the fragment is about to start over: from the newer value then
                 local.ready = replace(local.ready, version=message.version, published=published, digest=message.digest)
                 return
-        prepared = self._prepare(message, local, published)  # unlocked: nothing is taken while `ready` is None
+        assert self.welcome is not None
+        prepared = prepare(  # unlocked: nothing is taken while `ready` is None
+            self._learner_id, message, local, published, self.welcome, self._steps_at_link, self.steps_done
+        )
         with self.changed:
             local.ready = prepared
             self.changed.notify_all()
-
-    def _decode(
-        self, message: ms.Publication, payload: Tensor, anchor: Tensor | None, version: ms.Version | None
-    ) -> Tensor | None:
-        """The published value; None if it cannot be had from this payload and what is here."""
-        shape = (self.fragments[message.fragment_index].fragment.num_parameters,)
-        if message.base is None:
-            decoded = decode(payload, message.wire_format, shape)
-        elif anchor is None or message.base != version:
-            return None
-        elif not payload.numel():  # the same value under a new version
-            decoded = anchor.clone()
-        else:
-            decoded = decode(payload, message.wire_format, shape).add_(anchor)
-        if digest(decoded) != message.digest:
-            logger.error(
-                "[learner %d] fragment %d of outer step %d has the wrong digest; asking for the full value",
-                self._learner_id, message.fragment_index, message.version.outer_step,
-            )  # fmt: skip
-            return None
-        return decoded
-
-    def _prepare(self, message: ms.Publication, local: LocalFragment, published: Tensor) -> Prepared:
-        """What to do to the live value (DESIGN, on arrival)."""
-        assert self.welcome is not None
-        merged_id = dict(message.merged_updates).get(self._learner_id)
-        shipped = local.shipped
-        merged = shipped if shipped is not None and shipped.update_id == merged_id else None
-        if shipped is not None and merged is None and message.closed_round and shipped.round <= message.closed_round:
-            local.shipped = shipped = None
-        carried_steps = self.steps_done - max(local.accounted_steps, self._steps_at_link)
-        give_up = shipped is None and not local.cutting and carried_steps > _CARRY_LIMIT * self.welcome.sync_every
-        correction = None
-        if local.anchor is not None and self.welcome.on_arrival == "carry" and not give_up:
-            correction = published - local.anchor
-            if merged is not None:
-                correction.add_(decode(merged.payload, merged.wire_format, correction.shape))
-        return Prepared(message.version, published, correction, merged, message.digest)
 
     def _applied(self, message: ms.Publication, value_digest: str) -> ms.Applied:
         return ms.Applied(fragment_index=message.fragment_index, version=message.version, digest=value_digest)
@@ -408,6 +358,9 @@ class Exchange:
             local.cutting = False
             is_void = cut.start != local.start  # the fragment has started over since: what was cut is not in it
             local.shipped = None if is_void else shipped
+            again = self.asks.get(cut.ask.fragment_index)
+            if again is not None and again.ask.round == cut.ask.round:
+                del self.asks[cut.ask.fragment_index]  # asked again on a new link, on which the answer now goes
         if is_void:
             self.answer_nothing(OpenAsk(cut.ask, time.monotonic()), cut.anchor_version)
             return

@@ -7,7 +7,30 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from hf_diloco.core.fragments import Fragment
-from hf_diloco.core.messages import RoundId, Version
+from hf_diloco.core.messages import Ask, RoundId, Version
+from hf_diloco.learner.snapshots import Snapshot
+
+
+@dataclass(frozen=True)
+class OpenAsk:
+    """An ask that waits for the next step boundary."""
+
+    ask: Ask
+    arrived_at: float
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What the training thread took at a step boundary, to be encoded and sent."""
+
+    ask: Ask
+    snapshot: Snapshot
+    anchor: Tensor
+    anchor_version: Version
+    steps: int
+    tokens: int
+    held_seconds: float
+    start: int  # which start of the fragment it was cut from
 
 
 @dataclass(frozen=True)

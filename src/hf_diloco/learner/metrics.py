@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from hf_diloco.learner.accounts import Accounts
 from hf_diloco.learner.exchange import Exchange
 
 
-def metrics(
-    exchange: Exchange, *, tokens: int, tokens_overwritten: float, steps_overwritten: float
-) -> dict[str, float]:
-    """By the name under which they are logged. All but the first three are counts or shares since this process began.
+def metrics(exchange: Exchange, accounts: Accounts) -> dict[str, float]:
+    """By the name under which they are logged. The last four are counts or shares since this process began.
 
     - ``diloco/outer_step``: of the newest merge that was heard of.
     - ``diloco/staleness``: how many outer steps ago the values were made that this learner has applied, mean over the
@@ -20,9 +19,7 @@ def metrics(
 
     Args:
         exchange: of this learner.
-        tokens: trained so far.
-        tokens_overwritten: of them, given up; mean over the fragments.
-        steps_overwritten: steps given up; mean over the fragments.
+        accounts: of this learner.
     """
     with exchange.lock:
         held = [local.version.outer_step for local in exchange.fragments if local.version is not None]
@@ -32,8 +29,8 @@ def metrics(
             "diloco/outer_step": min(exchange.newest_outer_step, total_steps),  # the last merges come after the end
             "diloco/staleness": exchange.newest_outer_step - sum(held) / len(held) if held else 0.0,
             "diloco/participants": exchange.num_participants,
-            "diloco/steps_overwritten": steps_overwritten,
+            "diloco/steps_overwritten": accounts.steps_overwritten,
             "diloco/bytes_sent": exchange.bytes_sent,
             "diloco/bytes_received": exchange.bytes_received,
-            "diloco/goodput": (accounted - tokens_overwritten) / tokens if tokens else 0.0,
+            "diloco/goodput": (accounted - accounts.tokens_overwritten) / accounts.tokens if accounts.tokens else 0.0,
         }

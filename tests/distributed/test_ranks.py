@@ -1,0 +1,172 @@
+"""Learners of several processes: what they hold, and what happens when one of the processes is told to stop or dies."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from processes import Process, Run, wait_until
+
+from hf_diloco.learner.data import data_seed
+from hf_diloco.syncer.run_directory import RunDirectory
+from hf_diloco.syncer.saved_run import latest_run
+
+pytestmark = [pytest.mark.distributed, pytest.mark.long]
+
+SCRIPT = Path(__file__).parent / "train_ranks.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+SECONDS = 240.0
+
+
+def start(path: Path, name: str, environment: dict[str, str], kind: str, **options: Any) -> Process:
+    flags = [text for key, value in options.items() for text in (f"--{key}", str(value))]
+    launcher = [sys.executable] if kind == "plain" else TORCHRUN
+    command = [*launcher, str(SCRIPT), "--kind", kind, "--result", str(path / name), "--output_dir", str(path / "out")]
+    return Process([*command, *flags], path / f"{name}.log", environment)
+
+
+def start_learner(run: Run, learner_id: int, kind: str, life: int = 1, **options: Any) -> Process:
+    address = wait_until(lambda: run.status().get("address"), "the syncer's address")
+    environment = {
+        **run._mark(),
+        "HF_DILOCO_SYNCER": address,
+        "HF_DILOCO_LEARNER_ID": str(learner_id),
+        "HF_DILOCO_TOKEN_FILE": str(run.directory / "token"),
+    }
+    process = start(run.path, f"{kind}-{learner_id}-{life}", environment, kind, data_seed=learner_id, **options)
+    run.learners[learner_id] = process
+    run._all.append(process)
+    return process
+
+
+def diary(run: Run, kind: str, learner_id: int, rank: int, life: int = 1) -> list[dict[str, Any]]:
+    lines = (run.path / f"{kind}-{learner_id}-{life}.rank-{rank}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def check_ranks_agree(run: Run, kind: str, learner_id: int, life: int = 1) -> None:
+    """The same parameters and the same learning rate at every step."""
+    first, second = (diary(run, kind, learner_id, rank, life) for rank in (0, 1))
+    assert len(first) > 1
+    assert first == second
+
+
+def participants(line: dict[str, Any]) -> dict[int, str]:
+    return {who["learner_id"]: who["update_id"].partition("/")[0] for who in line["participants"]}
+
+
+def ranks_of(learner: Process) -> dict[int, psutil.Process]:
+    """The processes that train, by rank."""
+    found = {}
+    for process in psutil.Process(learner.pid).children(recursive=True):
+        if process.cmdline()[1:2] == ["-u"] or str(SCRIPT) in process.cmdline()[:3]:
+            found[int(process.environ()["RANK"])] = process
+    return found
+
+
+def test_three_kinds_of_learners_in_one_run(start_run: Any) -> None:
+    run = start_run(expected_learners=3, num_fragments=4, sync_every=8, finish_wait_seconds=120)
+    kinds = {0: "plain", 1: "ddp", 2: "fsdp2"}
+    for learner_id, kind in kinds.items():
+        start_learner(run, learner_id, kind, max_steps=80, step_seconds=0.3)
+    for learner in run.learners.values():
+        assert learner.wait(SECONDS) == 0, learner.tail()
+    assert run.syncer.wait(SECONDS) == 0, run.syncer.tail()
+    together = [line for line in run.rounds() if len(participants(line)) == 3]
+    assert len(together) >= 8
+    for learner_id in (1, 2):
+        check_ranks_agree(run, kinds[learner_id], learner_id)
+    saved = latest_run(RunDirectory(run.directory, create=False)).tensors()
+    for learner_id, kind in kinds.items():
+        held = torch.load(run.path / f"{kind}-{learner_id}-1.pt")
+        assert all(torch.equal(saved[name], held[name]) for name in saved), kind
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_alone_it_is_plain_training(start_run: Any, tmp_path: Path, kind: str) -> None:
+    options = {"max_steps": 60, "hidden_size": 32, "batch_size": 2}
+    plain = start(tmp_path, "plain", {}, kind, order_seed=data_seed(1, 0), **options)
+    run = start_run(num_fragments=6, sync_every=12, outer_lr=1.0, outer_momentum=0.0, wire_format="fp32")
+    learner = start_learner(run, 0, kind, **options)
+    assert plain.wait(SECONDS) == 0, plain.tail()
+    assert learner.wait(SECONDS) == 0, learner.tail()
+    assert run.syncer.wait(SECONDS) == 0, run.syncer.tail()
+    check_ranks_agree(run, kind, 0)
+    theirs, ours = flat(torch.load(tmp_path / "plain.pt")), flat(torch.load(run.path / f"{kind}-0-1.pt"))
+    torch.manual_seed(0)
+    from train_tiny import model
+
+    moved = theirs - flat({name: value.detach() for name, value in model(0, 32).named_parameters()})
+    assert float((ours - theirs).norm() / moved.norm()) <= 1e-4
+    merges = [line["fragment_index"] for line in run.rounds()]
+    assert min(merges.count(index) for index in range(6)) >= 3
+    account = run.status()["learners"][0]
+    assert account["tokens_merged"] == account["tokens_trained"] == 60 * 2 * 2 * 32
+
+
+def flat(values: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([values[name].flatten().double() for name in sorted(values)])
+
+
+def test_ranks_that_die(start_run: Any) -> None:
+    """A rank that is killed takes its learner down; the run goes on, and the learner comes back."""
+    run = start_run(expected_learners=2, num_fragments=4, sync_every=4, link_timeout_seconds=5)
+    start_learner(run, 0, "plain", max_steps=100_000, step_seconds=0.3)
+    for life, victim in ((1, 1), (2, 0)):
+        learner = start_learner(run, 1, "ddp", life, max_steps=100_000, step_seconds=0.3)
+        joins = wait_until(lambda life=life: joined(run, 1, life), "the learner to join")
+        wait_until(lambda who=joins[-1]: who in merged(run), "merges of the learner")
+        ranks_of(learner)[victim].kill()
+        assert learner.wait(60) != 0, learner.tail()
+        count = len(run.rounds())
+        wait_until(lambda count=count: len(run.rounds()) >= count + 4, "merges without it")
+        check_ranks_agree_so_far(run, life)
+    start_learner(run, 1, "ddp", 3, max_steps=100_000, step_seconds=0.3)
+    joins = wait_until(lambda: joined(run, 1, 3), "the learner to come back once more")
+    wait_until(lambda: joins[-1] in merged(run), "it to be merged again")
+    assert run.learners[0].running()
+
+    run.learners[1].signal(signal.SIGTERM)  # torchrun passes it on to all ranks
+    run.learners[1].wait(60)
+    assert run.learners[1].tail(20_000).count("exits") == 2, run.learners[1].tail()
+    assert {line["for_good"] for line in run.tape() if line["kind"] == "leave" and line["learner_id"] == 1} == {False}
+
+
+def joined(run: Run, learner_id: int, count: int) -> list[str]:
+    lines = [line for line in run.tape() if line["kind"] == "join" and line["learner_id"] == learner_id]
+    incarnations = list(dict.fromkeys(line["incarnation"] for line in lines))
+    return incarnations if len(incarnations) >= count else []
+
+
+def merged(run: Run) -> set[str]:
+    return {incarnation for line in run.rounds() for incarnation in participants(line).values()}
+
+
+def check_ranks_agree_so_far(run: Run, life: int) -> None:
+    first, second = (diary(run, "ddp", 1, rank, life) for rank in (0, 1))
+    num_steps = min(len(first), len(second))
+    assert first[:num_steps] == second[:num_steps]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_to_one_rank(start_run: Any, rank: int) -> None:
+    """All ranks drain at the same step, save together, and end with 0."""
+    run = start_run(num_fragments=4, sync_every=4)
+    learner = start_learner(run, 0, "ddp", max_steps=100_000, step_seconds=0.2)
+    wait_until(lambda: len(run.rounds()) >= 4, "merges")
+    ranks_of(learner)[rank].terminate()
+    assert learner.wait(60) == 0, learner.tail()
+    check_ranks_agree(run, "ddp", 0)
+    (checkpoint,) = (run.path / "out" / "learner-0").glob("checkpoint-*")
+    assert {"model.safetensors", "rng_state_0.pth", "rng_state_1.pth"} <= {path.name for path in checkpoint.iterdir()}
+    assert f"checkpoint-{diary(run, 'ddp', 0, 0)[-1]['step']}" == checkpoint.name
+    (leave,) = [line for line in run.tape() if line["kind"] == "leave"]
+    assert "told to stop" in leave["reason"]
+    account = run.status()["learners"][0]
+    assert account["tokens_merged"] == account["tokens_trained"] > 0

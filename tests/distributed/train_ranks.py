@@ -1,0 +1,93 @@
+"""A Trainer script for learners of one or several processes; each rank writes down what it sees at each step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedType
+from train_tiny import Pace, dataset, model
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_diloco import DiLoCoCallback
+from hf_diloco.core.codec import digest
+
+
+class Diary(TrainerCallback):
+    """A line for each step, after what was applied in it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w")
+
+    def on_train_begin(self, *args, model=None, **kwargs) -> None:
+        self._write(model, step=0, begins=True)
+
+    def on_step_end(self, args, state, control, model=None, lr_scheduler=None, **kwargs) -> None:
+        self._write(model, step=state.global_step, rate=lr_scheduler.get_last_lr()[0])
+
+    def _write(self, model, **facts) -> None:
+        facts["digest"] = digest(torch.cat([value.flatten() for value in values(model).values()]))
+        print(json.dumps(facts), file=self._file, flush=True)
+
+
+def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters in full (collective, if they are sharded)."""
+    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kind", choices=["plain", "ddp", "fsdp2"], default="plain")
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--result", required=True)
+    parser.add_argument("--max_steps", type=int, default=200)
+    parser.add_argument("--batch_size", type=int, default=4)
+    parser.add_argument("--step_seconds", type=float, default=0.0)
+    parser.add_argument("--data_seed", type=int, default=0)
+    parser.add_argument("--order_seed", type=int, default=1)
+    parser.add_argument("--hidden_size", type=int, default=16)
+    options = parser.parse_args()
+    rank = int(os.environ.get("RANK", "0"))
+    logging.basicConfig(level=logging.INFO, format=f"rank {rank} pid {os.getpid()} %(message)s")
+    torch.set_num_threads(1)
+    sharding = {"fsdp": True, "fsdp_config": {"version": 2}} if options.kind == "fsdp2" else {}
+    arguments = TrainingArguments(
+        output_dir=str(options.output_dir), max_steps=options.max_steps, learning_rate=1e-3, use_cpu=True,
+        per_device_train_batch_size=options.batch_size, lr_scheduler_type="cosine", report_to="none",
+        logging_steps=10, save_strategy="no", disable_tqdm=True, data_seed=options.order_seed, seed=1, **sharding,
+    )  # fmt: skip
+    if options.kind == "fsdp2":  # accelerate leaves FSDP out on a CPU, without a word
+        arguments.distributed_state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    network = model(0, options.hidden_size)
+    diary = Diary(Path(f"{options.result}.rank-{rank}.jsonl"))
+    trainer = Trainer(
+        model=network,
+        args=arguments,
+        train_dataset=dataset(options.data_seed),
+        callbacks=[Pace(options.step_seconds, -1, 0.0), DiLoCoCallback(), diary],
+    )
+    try:
+        trainer.train()
+    except SystemExit:
+        print(f"rank {rank} exits", flush=True)
+        raise
+    held = values(trainer.model)
+    if rank == 0:
+        torch.save(held, f"{options.result}.pt")
+    print(f"rank {rank} has trained", flush=True)
+    if dist.is_initialized():  # a process of FSDP2 and gloo may abort at its regular end
+        dist.barrier()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
