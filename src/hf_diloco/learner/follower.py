@@ -47,11 +47,10 @@ class Follower(Rank):
         self._interrupted = interrupted
         if self._follow() is Word.GIVE_UP:
             return False
-        start = json.loads(self._ranks.share(None))
-        self.global_step, self.total_steps = start["global_step"], start["total_steps"]
-        if self._lease is not None and start["shard"] is not None:
-            self._lease.move(start["shard"])
-        if start["takes_state"]:
+        self.global_step, self.total_steps, takes_state, shard = json.loads(self._ranks.share(None))
+        if self._lease is not None and shard is not None:
+            self._lease.move(shard)
+        if takes_state:
             self._follow()
             assert self._optimizer is not None
             receive_state(self._ranks, self._optimizer, self._optimizer_state)

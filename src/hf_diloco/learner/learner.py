@@ -117,12 +117,12 @@ class Learner(Rank):
         exchange.open()
         if self._until(self._joining) is Word.GIVE_UP:
             return False
-        assert exchange.welcome is not None
-        self.total_steps = exchange.welcome.total_steps
+        assert self._welcome is not None
+        self.total_steps = self._welcome.total_steps
         takes_state = self._optimizer is not None and bool(exchange.started_at)
         shard = None if exchange.lease is None else exchange.lease.shard
-        start = {"global_step": self.global_step, "total_steps": self.total_steps, "takes_state": takes_state}
-        self._ranks.share(json.dumps({**start, "shard": shard}).encode())
+        start = [self.global_step, self.total_steps, takes_state, shard]
+        self._ranks.share(json.dumps(start).encode())
         if self._lease is not None and shard is not None:
             self._lease.move(shard)
         if takes_state:
@@ -204,9 +204,9 @@ class Learner(Rank):
         self._fragments = [local.fragment for local in self._exchange.fragments]
 
     def _value(self, fragment_index: int) -> Tensor:
-        value = self._exchange.fragments[fragment_index].anchor
-        assert value is not None
-        return value
+        anchor = self._exchange.fragments[fragment_index].anchor
+        assert anchor is not None
+        return anchor
 
     def _supply(self) -> None:
         supply(self.learner_id, self._exchange, self._parameters, self._fragments, self._files)
@@ -298,10 +298,9 @@ class Learner(Rank):
         """Until something happens, but not for long."""
         exchange = self._exchange
         with exchange.changed:
-            if not self._ranks.is_idle:
-                exchange.changed.wait(timeout=_SHORT_PAUSE_SECONDS)
-            elif not (self._accounts.has_work() or exchange.supply_wanted or (exchange.welcome and not self._welcome)):
-                exchange.changed.wait(timeout=_PAUSE_SECONDS)
+            is_new = exchange.supply_wanted or (exchange.welcome is not None and self._welcome is None)
+            if not self._ranks.is_idle or not (is_new or self._accounts.has_work()):
+                exchange.changed.wait(timeout=_PAUSE_SECONDS if self._ranks.is_idle else _SHORT_PAUSE_SECONDS)
 
     def _show_notices(self) -> None:
         with self._exchange.lock:
@@ -338,17 +337,16 @@ class Learner(Rank):
         exchange = self._exchange
         if exchange.released is not None:
             # The values are here; what is ready of them is yet to be applied.
-            is_done = self._ranks.is_idle and all(local.ready is None for local in exchange.fragments)
-            return Word.DONE if is_done else Word.GO_ON
+            ready = [local for local in exchange.fragments if local.ready is not None]
+            return Word.DONE if self._ranks.is_idle and not ready else Word.GO_ON
         if self.interrupted:
             return Word.GIVE_UP
         exchange.check()
         if self._reporter.is_on_new_link():
             send_statistics(exchange, self._parameters)
             self._reporter.report(self.global_step, _EMPTY)  # keeps its place behind the statistics
-        with exchange.changed:
-            linked, away_seconds = exchange.linked, time.monotonic() - exchange.down_since
-        if not linked and away_seconds > self._plugin.lost_timeout_seconds:
+        away_seconds = 0.0 if exchange.linked else time.monotonic() - exchange.down_since
+        if away_seconds > self._plugin.lost_timeout_seconds:
             warnings.warn(
                 f"the syncer at {self._plugin.syncer} was away for {away_seconds:.0f} s: the model keeps this "
                 "learner's own values. The global ones can be had with `hf-diloco export` on the syncer's machine.",
@@ -368,13 +366,13 @@ class Learner(Rank):
                 is lost to the run.
         """
         self._boundary(Plan())  # with several ranks, the last step is counted only now
+        self._reporter.begin_to_wait()
         if drain_seconds > 0 or self._ranks.size > 1:
             self._drain(reason, time.monotonic() + drain_seconds)
         self._say_goodbye(ms.Goodbye(reason=reason, for_good=for_good))
 
     def _drain(self, reason: str, deadline: float) -> None:
         """Have everything merged that is not, and apply the result."""
-        self._reporter.begin_to_wait()
 
         def ended() -> Word:
             if self._exchange.fatal is not None or time.monotonic() >= deadline or not self._accounts.unmerged_steps():
