@@ -125,6 +125,13 @@ class Trained:
         if rank == 0:
             thread.start()
             thread.join(timeout=120)
+        elif snapshots:
+            try:
+                snapshots[0].result()
+            except AssertionError as error:
+                assert "rank 0 only" in str(error)  # noqa: PT017
+            else:
+                raise AssertionError("another rank than 0 got something")
         return found
 
 
