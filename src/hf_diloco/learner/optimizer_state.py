@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from hf_diloco.core.messages import STATE_PIECE_BYTES
 from hf_diloco.errors import MessageError, UnsupportedError
 from hf_diloco.learner.snapshots import Snapshot, Snapshots
-from hf_diloco.learner.zero import is_zero
+from hf_diloco.learner.zero import check_masters, is_zero
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,12 @@ class OptimizerState:
 
 
 def optimizer_state(trainable: Mapping[str, Tensor], optimizer: Optimizer | None) -> OptimizerState | None:
-    """The state of this optimizer; None if it cannot be exchanged with other learners, which is logged."""
+    """The state of this optimizer; None if it cannot be exchanged with other learners, which is logged.
+
+    Raises:
+        UnsupportedError: the optimizer has the weights themselves, in a place that cannot be reached.
+    """
+    check_masters(trainable.values(), optimizer)
     try:
         return None if optimizer is None else OptimizerState(trainable, optimizer)
     except UnsupportedError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -105,8 +105,23 @@ def check_engine(engine: Any) -> None:
     """
     if type(engine).__name__ == "PipelineEngine":
         raise UnsupportedError("DeepSpeed's pipeline parallelism is not supported; use ZeRO, or FSDP2.")
-    if any(p.requires_grad and p.dtype in LOW_PRECISION and not is_zero(p) for p in engine.module.parameters()):
+    check_masters(engine.module.parameters(), engine)
+
+
+def check_masters(weights: Iterable[Tensor], keeper: object) -> None:
+    """Refuse weights that are copies of fp32 masters which DeepSpeed keeps to itself: a write would be lost.
+
+    Args:
+        weights: of the model.
+        keeper: engine or optimizer that trains them.
+
+    Raises:
+        UnsupportedError: they are (bf16 or fp16 without ZeRO).
+    """
+    if not type(keeper).__module__.startswith("deepspeed."):
+        return
+    if any(weight.requires_grad and weight.dtype in LOW_PRECISION and not is_zero(weight) for weight in weights):
         raise UnsupportedError(
-            "the DeepSpeed engine keeps fp32 weights in a place that cannot be reached; set zero_optimization.stage to "
-            "1, 2 or 3 in its configuration."
+            "DeepSpeed keeps the fp32 weights of this model in a place that cannot be reached; set "
+            "zero_optimization.stage to 1, 2 or 3 in its configuration."
         )
