@@ -17,6 +17,10 @@ from hf_diloco.syncer.saved_run import latest_run
 pytestmark = [pytest.mark.distributed, pytest.mark.long]
 
 SCRIPT = Path(__file__).parent / "train_loop.py"
+STEPS = 60
+
+
+RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 
 
 def start_loop(path: Path, name: str, environment: dict[str, str], *launcher: str, **options: Any) -> Process:
@@ -56,4 +60,35 @@ def test_told_to_stop_it_saves_and_goes_on_from_there(start_run: Any) -> None:
     assert [(line["source"], line["reason"]) for line in states][-1] == ("own", "")
     (account,) = run.status()["learners"]
     assert account["tokens_trained"] == trained + result["tokens"]
+    assert account["tokens_merged"] == pytest.approx(account["tokens_trained"], abs=1)
+
+
+def flat(values: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([values[name].flatten().double() for name in sorted(values)])
+
+
+def test_one_learner_of_two_ranks_is_the_plain_loop(start_run: Any, tmp_path: Path) -> None:
+    plain = start_loop(tmp_path, "plain", {}, *RANKS, max_steps=STEPS)
+    assert plain.wait() == 0, plain.tail()
+    run = start_run(num_fragments=4, sync_every=4, outer_lr=1.0, outer_momentum=0.0, wire_format="fp32")
+    learner = start_loop(run.path, "learner", learner_environment(run), *RANKS, max_steps=STEPS)
+    try:
+        assert learner.wait() == 0, learner.tail()
+    finally:
+        if learner.running():
+            learner.kill()
+    assert run.syncer.wait() == 0, run.syncer.tail()
+
+    ours = [torch.load(run.path / f"learner.{rank}.pt") for rank in (0, 1)]
+    theirs = torch.load(tmp_path / "plain.0.pt")
+    saved = latest_run(RunDirectory(run.directory, create=False)).tensors()
+    for result in ours:
+        assert all(torch.equal(result["values"][name], saved[name]) for name in saved)
+        assert result["updates"] == STEPS
+        assert result["rates"] == theirs["rates"]
+    movement = flat(theirs["values"]) - flat(theirs["start"])
+    assert float((flat(ours[0]["values"]) - flat(theirs["values"])).norm()) <= 1e-4 * float(movement.norm())
+    (account,) = run.status()["learners"]
+    assert account["steps"] == STEPS
+    assert account["tokens_trained"] == sum(result["tokens"] for result in ours)
     assert account["tokens_merged"] == pytest.approx(account["tokens_trained"], abs=1)
