@@ -32,8 +32,9 @@ def run(tmp_path, request, monkeypatch):
     for name in ("SYNCER", "LEARNER_ID", "NUM_SHARDS", "TOKEN", "TOKEN_FILE"):
         monkeypatch.delenv(f"HF_DILOCO_{name}", raising=False)
 
-    def make(**settings):
-        run = DataRun(tmp_path, **settings)
+    def make(*, name="one", **settings):
+        (tmp_path / name).mkdir()
+        run = DataRun(tmp_path / name, **settings)
         request.addfinalizer(run.syncer.stop)
         return run
 
@@ -89,6 +90,14 @@ class When(TrainerCallback):
         threading.Event().wait(0.002)
 
 
+def callback(trainer):
+    return next(one for one in trainer.callback_handler.callbacks if isinstance(one, DiLoCoCallback))
+
+
+def die(control):
+    raise RuntimeError("killed")
+
+
 def stop(control):
     control.should_training_stop = True
 
@@ -142,9 +151,6 @@ def test_learners_come_and_go_and_all_shards_are_read_in_turn(run):
 def test_a_resumed_learner_goes_on_where_it_was(run, saved_at, dies_at, accumulate):
     run = run(num_shards=2)
 
-    def die(control):
-        raise RuntimeError("killed")
-
     arguments = {
         "max_steps": 200, "save_strategy": "steps", "save_steps": saved_at, "gradient_accumulation_steps": accumulate,
         "per_device_train_batch_size": BATCH // accumulate,
@@ -154,7 +160,7 @@ def test_a_resumed_learner_goes_on_where_it_was(run, saved_at, dies_at, accumula
     run.thread.start()
     with pytest.raises(RuntimeError, match="killed"):
         first.train()
-    next(one for one in first.callback_handler.callbacks if type(one).__name__ == "DiLoCoCallback")._end()
+    callback(first)._end()
     lease_of(plugin(0)).move(1)  # as in a new process, it is not where it was
     again.train(resume_from_checkpoint=f"{again.args.output_dir}/checkpoint-{saved_at}")
     run.syncer.stop()
@@ -163,14 +169,33 @@ def test_a_resumed_learner_goes_on_where_it_was(run, saved_at, dies_at, accumula
     assert again.args.ignore_data_skip is False
 
 
+def test_a_resumed_pass_has_the_order_that_it_had(run):
+    """Shards of three files, whose order depends on the epoch: after an interruption all is as it would have been."""
+
+    whole, parts = run(num_shards=6, name="whole"), run(num_shards=6, name="parts")
+    whole.num_shards = parts.num_shards = 2
+    trainer, read = whole.reader(0, When(45, stop), max_steps=400)  # 12 steps a pass
+    whole.train(trainer)
+
+    lease_of(plugin(0)).move(0)
+    first, first_read = parts.reader(0, When(16, die), max_steps=400, save_strategy="steps", save_steps=15)
+    again, again_read = parts.reader(0, When(45, stop), max_steps=400)
+    parts.thread.start()
+    with pytest.raises(RuntimeError, match="killed"):
+        first.train()
+    callback(first)._end()
+    again.train(resume_from_checkpoint=f"{again.args.output_dir}/checkpoint-15")
+    parts.thread.join(60)
+    assert first_read[:15] + again_read == read
+    assert sorted(read[:12]) == sorted(read[24:36])
+    assert read[:12] != read[24:36], "another pass, another order"
+
+
 def test_a_shard_that_another_one_took_meanwhile_is_not_read_twice(run, monkeypatch):
     """Learner 0 is away for too long and learner 2, of the same home, is in its first pass when it comes back."""
     monkeypatch.setattr(leases, "ABSENT_SECONDS", -1.0)
     run = run(num_shards=2)
     reads_on, over = threading.Event(), threading.Event()
-
-    def die(control):
-        raise RuntimeError("killed")
 
     def stay(control):
         reads_on.set()
@@ -183,7 +208,7 @@ def test_a_shard_that_another_one_took_meanwhile_is_not_read_twice(run, monkeypa
     run.thread.start()
     with pytest.raises(RuntimeError, match="killed"):
         first.train()
-    next(one for one in first.callback_handler.callbacks if type(one).__name__ == "DiLoCoCallback")._end()
+    callback(first)._end()
     thread = threading.Thread(target=other.train)
     thread.start()
     assert reads_on.wait(60)

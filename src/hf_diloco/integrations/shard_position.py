@@ -15,8 +15,8 @@ _SHARD = "hf-diloco shard"  # in trainer_state.json
 class ShardPosition:
     """One training's place in its data; made before the learner joins.
 
-    Trainer resumes within the first pass: it skips as many batches as were trained in all. In a later pass only the
-    batches of that pass are to be skipped, which are told to the data loader here.
+    Trainer resumes as if in the first pass: it skips as many batches as were trained in all, and counts epochs from 0.
+    In a later pass only the batches of that pass are to be skipped, which are told to the data loader here.
 
     Args:
         lease: of this learner.
@@ -31,6 +31,8 @@ class ShardPosition:
         self._skipping_from: int | None = None  # step at which a resumed pass begins, while Trainer is not to skip
         self._ignored_data_skip = args.ignore_data_skip
         self._resumed: dict[str, int] | None = self._saved.get(_SHARD) if state.global_step else None
+        self._epoch = 0 if self._resumed is None else self._resumed["epoch"]  # of the pass that is under way
+        lease.first_epoch = self._epoch
         if self._resumed is not None:
             lease.move(self._resumed["shard"] % lease.num_shards)  # it is asked for; another learner may have it by now
 
@@ -57,7 +59,8 @@ class ShardPosition:
             self._args.ignore_data_skip, self._skipping_from = self._ignored_data_skip, None
         if not control.should_training_stop:
             member.end_pass()
+            self._epoch += 1
             self._note(state.global_step)
 
     def _note(self, pass_from: int) -> None:
-        self._saved[_SHARD] = {"shard": self._lease.shard, "pass_from": pass_from}
+        self._saved[_SHARD] = {"shard": self._lease.shard, "pass_from": pass_from, "epoch": self._epoch}

@@ -21,6 +21,7 @@ class ShardLease:
 
     def __init__(self, num_shards: int, shard: int) -> None:
         self.num_shards = num_shards
+        self.first_epoch = 0  # of the passes of this training: those before, if it goes on from a checkpoint
         self._shard = torch.tensor([shard]).share_memory_()  # type: ignore[no-untyped-call]
 
     @property

@@ -28,7 +28,7 @@ def shard_of_iterable(dataset: datasets.IterableDataset, lease: ShardLease) -> d
     """
     source = dataset._ex_iterable
     is_by_files = source.num_shards % lease.num_shards == 0
-    return datasets.IterableDataset(
+    leased = _LeasedDataset(
         _Files(source, lease) if is_by_files else _Examples(source, lease),
         info=dataset._info.copy(),
         split=dataset._split,
@@ -36,6 +36,17 @@ def shard_of_iterable(dataset: datasets.IterableDataset, lease: ShardLease) -> d
         distributed=dataset._distributed,
         token_per_repo_id=dataset._token_per_repo_id,
     )
+    leased.lease = lease
+    return leased
+
+
+class _LeasedDataset(datasets.IterableDataset):  # type: ignore[misc]
+    """Its epochs go on where they were before an interruption: the order of a pass depends on its epoch."""
+
+    lease: ShardLease
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch + self.lease.first_epoch)
 
 
 class ShardOfStream(torch.utils.data.IterableDataset[Any]):
