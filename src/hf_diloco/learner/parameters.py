@@ -151,9 +151,8 @@ class ModelParameters:
                     live.copy_(live.to(part.dtype).lerp_(part, 1.0 - local_mix))
 
     def holds(self, fragment: Fragment, value: Tensor) -> bool:
-        """Whether what this rank holds of the fragment is ``value``, rounded to its dtype, bit for bit."""
-        parts = [(stored.rows(rows), part) for stored, rows, part in self._held(fragment, value)]
-        return all(torch.equal(live, _beside(live, part).to(live.dtype)) for live, part in parts)
+        """Whether what this rank holds of the fragment is ``value``, rounded to its dtype; without communication."""
+        return all(stored.equals(rows, part) for stored, rows, part in self._held(fragment, value))
 
     @property
     def model(self) -> nn.Module:

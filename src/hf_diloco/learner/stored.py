@@ -60,6 +60,11 @@ class Stored(ABC):
         """A context in which these rows, all of them held here, can be changed in place."""
         yield self.rows(rows)
 
+    def equals(self, rows: Rows, values: Tensor) -> bool:
+        """Whether what is held here of these rows is the values, rounded to its dtype; without communication."""
+        live = self.rows(rows)
+        return torch.equal(live, values.to(live.device).to(live.dtype))
+
     @abstractmethod
     def whole(self) -> Tensor | None:
         """A CPU copy of the whole tensor in its dtype on rank 0; None on other ranks."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_diloco.errors import UnsupportedError
@@ -68,6 +70,21 @@ class ZeroTensor(Stored):
 
             safe_set_full_fp32_param(self.tensor, master)
             self.tensor.copy_(master)
+
+    def equals(self, rows: Rows, values: Tensor) -> bool:
+        """Of the weights (stages 1 and 2: they are whole), or of this rank's part of the master."""
+        if not self._is_stage_3:
+            live = rows_of(self.tensor.detach(), rows)
+            return torch.equal(live, values.to(live.device).to(live.dtype))
+        from deepspeed import comm
+        from deepspeed.utils import safe_get_local_fp32_param
+
+        local = safe_get_local_fp32_param(self.tensor).reshape(-1)
+        first_here = local.numel() * comm.get_rank(self.tensor.ds_process_group)  # in the whole tensor, raveled
+        first = rows.first * math.prod(self.shape[1:])
+        here = Rows(first_here, first_here + local.numel()).overlap(first, first + values.numel())
+        wanted = values.reshape(-1)[here.first - first : here.last - first] if here.num_rows else values.new_empty(0)
+        return torch.equal(local[here.first - first_here :][: here.num_rows], wanted.to(local.device))
 
     def whole(self) -> Tensor | None:
         """The copy on rank 0, gathered by DeepSpeed."""
