@@ -108,14 +108,14 @@ class Launch:
         assert "was stopped before its end" in self.output.read_text()
         assert (self.directory.model / "model.safetensors").exists(), self.text()
 
-    def until_training(self, num_learners: int = 2) -> None:
+    def until_training(self, num_learners: int = 2, seconds: float = PATIENCE) -> None:
         def training() -> bool:
             assert self.process.poll() is None, self.text()
             status = self.directory.read_status()
             states = [learner["state"] for learner in status.get("learners", [])]
             return states.count("training") == num_learners and (status.get("merges") or 0) >= 1
 
-        wait_until(training, "training")
+        wait_until(training, "training", seconds)
 
     def wait(self, seconds: float = PATIENCE) -> int:
         try:

@@ -7,7 +7,7 @@ import signal
 import pytest
 from launches import wait_until
 
-pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(1200)]
 
 OUTER_JOB = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "MASTER_ADDR": "nowhere", "SLURM_PROCID": "3"}
 
@@ -42,8 +42,8 @@ def test_learners_of_one_and_of_two_processes(launch, configs):
 
 
 def test_a_dead_rank_has_its_learner_started_again_and_a_signal_reaches_all_ranks(launch):
-    run = launch("--steps", 100_000, "--slow", options=("--nproc-per-learner", 2, "--restart"))
-    run.until_training()
+    run = launch("--steps", 100_000, "--slow", options=("--nproc-per-learner", 2, "--restart", "--grace-seconds", 120))
+    run.until_training(seconds=300)
     assert len(run.trainers()) == 4
     before = run.joins(1)
     run.trainer(1, rank=1).kill()
@@ -52,7 +52,7 @@ def test_a_dead_rank_has_its_learner_started_again_and_a_signal_reaches_all_rank
     assert len(set(run.joins(0))) == 1, "learner 0 goes on as if nothing had happened"
     assert len(run.trainers()) == 4
     run.process.send_signal(signal.SIGTERM)
-    assert run.wait(120) == 1, run.text()
+    assert run.wait(240) == 1, run.text()
     run.assert_nothing_left()
     output = run.output.read_text()
     assert "Learner 1 is started again." in output
