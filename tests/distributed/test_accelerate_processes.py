@@ -14,10 +14,11 @@ from processes import Process, wait_until
 from hf_diloco.syncer.run_directory import RunDirectory
 from hf_diloco.syncer.saved_run import latest_run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.long]
+pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).parent / "train_loop.py"
 STEPS = 60
+SECONDS = 240  # of patience: several processes that import torch, on few cores
 
 
 RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
@@ -44,14 +45,14 @@ def test_told_to_stop_it_saves_and_goes_on_from_there(start_run: Any) -> None:
     run.learners[0] = first
     run.wait_for_rounds(4, lambda line: True, "merges")
     first.signal(signal.SIGTERM)
-    assert first.wait() == 0, first.tail()
+    assert first.wait(SECONDS) == 0, first.tail()
     assert "its checkpoint is saved in" in first.tail()
     assert not (run.path / "loop.0.pt").exists()
     trained = run.status()["learners"][0]["tokens_trained"]
 
     run.learners[0] = again = start_loop(run.path, "loop", learner_environment(run), **options)
-    assert again.wait() == 0, again.tail()
-    assert run.syncer.wait() == 0, run.syncer.tail()
+    assert again.wait(SECONDS) == 0, again.tail()
+    assert run.syncer.wait(SECONDS) == 0, run.syncer.tail()
     result = torch.load(run.path / "loop.0.pt")
     saved = latest_run(RunDirectory(run.directory, create=False)).tensors()
     assert all(torch.equal(result["values"][name], saved[name]) for name in saved)
@@ -67,17 +68,18 @@ def flat(values: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([values[name].flatten().double() for name in sorted(values)])
 
 
-def test_one_learner_of_two_ranks_is_the_plain_loop(start_run: Any, tmp_path: Path) -> None:
-    plain = start_loop(tmp_path, "plain", {}, *RANKS, max_steps=STEPS)
-    assert plain.wait() == 0, plain.tail()
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_one_learner_of_two_ranks_is_the_plain_loop(start_run: Any, tmp_path: Path, kind: str) -> None:
+    plain = start_loop(tmp_path, "plain", {}, *RANKS, max_steps=STEPS, kind=kind)
+    assert plain.wait(SECONDS) == 0, plain.tail()
     run = start_run(num_fragments=4, sync_every=4, outer_lr=1.0, outer_momentum=0.0, wire_format="fp32")
-    learner = start_loop(run.path, "learner", learner_environment(run), *RANKS, max_steps=STEPS)
+    learner = start_loop(run.path, "learner", learner_environment(run), *RANKS, max_steps=STEPS, kind=kind)
     try:
-        assert learner.wait() == 0, learner.tail()
+        assert learner.wait(SECONDS) == 0, learner.tail()
     finally:
         if learner.running():
             learner.kill()
-    assert run.syncer.wait() == 0, run.syncer.tail()
+    assert run.syncer.wait(SECONDS) == 0, run.syncer.tail()
 
     ours = [torch.load(run.path / f"learner.{rank}.pt") for rank in (0, 1)]
     theirs = torch.load(tmp_path / "plain.0.pt")

@@ -7,8 +7,11 @@ import time
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader
+from train_ranks import end_of_ranks
+from train_ranks import values as full_values
 from train_tiny import dataset, model
 from transformers import default_data_collator, get_scheduler
 
@@ -18,11 +21,17 @@ from hf_diloco import DiLoCo
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--kind", choices=["plain", "ddp", "fsdp2"], default="plain")
     parser.add_argument("--max_steps", type=int, default=60)
     parser.add_argument("--step_seconds", type=float, default=0.0)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    plugin = None
+    if options.kind == "fsdp2":
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+        # accelerate leaves FSDP out on a CPU, without a word
+        PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin)
     network = model(0, 16)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
     size = accelerator.num_processes
@@ -54,10 +63,11 @@ def main() -> None:
             time.sleep(options.step_seconds)
             if not goes_on or num_updates == options.max_steps:
                 break
-    values = {name: parameter.detach() for name, parameter in network.named_parameters()}
+    values = full_values(accelerator.unwrap_model(wrapped))
     result = {"values": values, "start": start, "rates": rates, "updates": num_updates, "tokens": num_tokens}
     torch.save(result, options.result.with_name(f"{options.result.name}.{accelerator.process_index}.pt"))
-    accelerator.end_training()
+    if accelerator.num_processes > 1:
+        end_of_ranks()
 
 
 if __name__ == "__main__":

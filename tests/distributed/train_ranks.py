@@ -82,11 +82,16 @@ def main() -> None:
     if rank == 0:
         torch.save(held, f"{options.result}.pt")
     print(f"rank {rank} has trained", flush=True)
-    if dist.is_initialized():  # a process of FSDP2 and gloo may abort at its regular end
-        dist.barrier()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    if dist.is_initialized():
+        end_of_ranks()
+
+
+def end_of_ranks() -> None:
+    """End at once, all together: a process of FSDP2 and gloo may abort at its regular end."""
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
