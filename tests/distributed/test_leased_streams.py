@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from processes import Run, wait_until
+from test_ranks import start_learner
 
 pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -18,7 +19,7 @@ NUM_SHARDS, ROWS = 6, 16  # four steps a pass
 def write_shards(folder: Path) -> Path:
     folder.mkdir()
     for shard in range(NUM_SHARDS):
-        rows = [[shard, *range(row, row + 15)] for row in range(ROWS)]
+        rows = [[shard, row, *range(row, row + 14)] for row in range(ROWS)]
         lines = [json.dumps({"input_ids": ids, "labels": ids}) + "\n" for ids in rows]
         (folder / f"{shard}.jsonl").write_text("".join(lines))
     return folder
@@ -28,8 +29,8 @@ def shards_read(run: Run, learner_id: int) -> list[int]:
     """Of each step; the examples of one step are all of one shard."""
     path = run.path / f"learner-{learner_id}.reads"
     steps = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    assert all(len(set(step)) == 1 for step in steps)
-    return [step[0] for step in steps]
+    assert all(len({shard for shard, _ in step}) == 1 for step in steps)
+    return [step[0][0] for step in steps]
 
 
 def check_leases(tape: list[dict[str, Any]]) -> set[int]:
@@ -76,3 +77,18 @@ def test_a_learner_that_is_killed_keeps_its_shard_and_nothing_is_left_unread(sta
         granted = [shard for place, shard in enumerate(told) if place == 0 or told[place - 1] != shard]
         assert changes == granted[: len(changes)]
     assert not [line for line in run.tape() if line["kind"] == "warning"]
+
+
+@pytest.mark.parametrize("dispatch_batches", [0, 1], ids=["each rank reads", "rank 0 reads"])
+def test_two_ranks_share_what_their_learner_leases(start_run: Any, tmp_path: Path, dispatch_batches: int) -> None:
+    folder = write_shards(tmp_path / "shards")
+    run = start_run(num_fragments=4, sync_every=4)
+    learner = start_learner(
+        run, 0, "ddp", stream=folder, dispatch_batches=dispatch_batches, batch_size=2, max_steps=4 * (NUM_SHARDS + 1)
+    )
+    assert learner.wait(300) == 0, learner.tail()
+    lines = [(run.path / f"ddp-0-1.rank-{rank}.reads").read_text().splitlines() for rank in (0, 1)]
+    steps = [[*json.loads(first), *json.loads(second)] for first, second in zip(*lines, strict=True)]
+    for number, shard in enumerate([*range(NUM_SHARDS), 0]):
+        read = [row for step in steps[4 * number : 4 * number + 4] for row in step]
+        assert sorted(read) == [[shard, row] for row in range(ROWS)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
-from train_tiny import Pace, dataset, model
+from train_tiny import Pace, Reads, dataset, model, stream
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_diloco import DiLoCoCallback
@@ -51,6 +51,8 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--step_seconds", type=float, default=0.0)
     parser.add_argument("--data_seed", type=int, default=0)
+    parser.add_argument("--stream", type=Path, default=None, help="folder of a streaming data set; default: bytes")
+    parser.add_argument("--dispatch_batches", type=int, default=1, help="whether rank 0 reads the stream for all")
     parser.add_argument("--order_seed", type=int, default=1)
     parser.add_argument("--hidden_size", type=int, default=16)
     options = parser.parse_args()
@@ -62,6 +64,7 @@ def main() -> None:
         output_dir=str(options.output_dir), max_steps=options.max_steps, learning_rate=1e-3, use_cpu=True,
         per_device_train_batch_size=options.batch_size, lr_scheduler_type="cosine", report_to="none",
         logging_steps=10, save_strategy="no", disable_tqdm=True, data_seed=options.order_seed, seed=1, **sharding,
+        accelerator_config={"dispatch_batches": bool(options.dispatch_batches) if options.stream else None},
     )  # fmt: skip
     if options.kind == "fsdp2":  # accelerate leaves FSDP out on a CPU, without a word
         arguments.distributed_state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -70,9 +73,11 @@ def main() -> None:
     trainer = Trainer(
         model=network,
         args=arguments,
-        train_dataset=dataset(options.data_seed),
+        train_dataset=stream(options.stream) if options.stream else dataset(options.data_seed),
         callbacks=[Pace(options.step_seconds, -1, 0.0), DiLoCoCallback(), diary],
     )
+    if options.stream:
+        trainer.add_callback(Reads(Path(f"{options.result}.rank-{rank}.reads")))
     try:
         trainer.train()
     except SystemExit:
