@@ -45,6 +45,15 @@ def check_leases(tape: list[dict[str, Any]]) -> set[int]:
     return {line["shard"] for line in tape if line["kind"] == "lease"}
 
 
+def changes(shards: list[int]) -> list[int]:
+    """Without repetitions: of steps, or of a lease that was renewed."""
+    return [shard for place, shard in enumerate(shards) if place == 0 or shards[place - 1] != shard]
+
+
+def is_start(some: list[int], of: list[int]) -> bool:
+    return some == of[: len(some)]
+
+
 def test_a_learner_that_is_killed_keeps_its_shard_and_nothing_is_left_unread(start_run: Any, tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "shards")
     options = {"stream": folder, "step_seconds": 0.1, "max_steps": 4000}
@@ -70,12 +79,10 @@ def test_a_learner_that_is_killed_keeps_its_shard_and_nothing_is_left_unread(sta
     assert leases(1)[0] == 1
     assert check_leases(run.tape()) == set(range(NUM_SHARDS))
     assert {*shards_read(run, 0), *shards_read(run, 1)} == set(range(NUM_SHARDS))
-    for learner_id in (0, 1):  # what was read is what was leased, pass by pass
-        read = shards_read(run, learner_id)
-        changes = [shard for place, shard in enumerate(read) if place == 0 or read[place - 1] != shard]
-        told = leases(learner_id)
-        granted = [shard for place, shard in enumerate(told) if place == 0 or told[place - 1] != shard]
-        assert changes == granted[: len(changes)]
+    assert is_start(changes(shards_read(run, 0)), changes(leases(0)))
+    told = leases(1)  # when it was killed, it may not have read anything of its last shard
+    may_be_read = [told, told[: before - 1] + told[before:]]
+    assert any(is_start(changes(shards_read(run, 1)), changes(shards)) for shards in may_be_read)
     assert not [line for line in run.tape() if line["kind"] == "warning"]
 
 
