@@ -74,12 +74,12 @@ def test_three_kinds_of_learners_in_one_run(start_run: Any) -> None:
     run = start_run(expected_learners=3, num_fragments=4, sync_every=8, finish_wait_seconds=120)
     kinds = {0: "plain", 1: "ddp", 2: "fsdp2"}
     for learner_id, kind in kinds.items():
-        start_learner(run, learner_id, kind, max_steps=80, step_seconds=0.3)
+        start_learner(run, learner_id, kind, max_steps=60, step_seconds=0.3)
     for learner in run.learners.values():
         assert learner.wait(SECONDS) == 0, learner.tail()
     assert run.syncer.wait(SECONDS) == 0, run.syncer.tail()
     together = [line for line in run.rounds() if len(participants(line)) == 3]
-    assert len(together) >= 8
+    assert len(together) >= 6
     for learner_id in (1, 2):
         check_ranks_agree(run, kinds[learner_id], learner_id)
     saved = latest_run(RunDirectory(run.directory, create=False)).tensors()
@@ -154,13 +154,12 @@ def check_ranks_agree_so_far(run: Run, life: int) -> None:
     assert first[:num_steps] == second[:num_steps]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_sigterm_to_one_rank(start_run: Any, rank: int) -> None:
+def test_sigterm_to_one_rank(start_run: Any) -> None:
     """All ranks drain at the same step, save together, and end with 0."""
     run = start_run(num_fragments=4, sync_every=4)
     learner = start_learner(run, 0, "ddp", max_steps=100_000, step_seconds=0.2)
     wait_until(lambda: len(run.rounds()) >= 4, "merges")
-    ranks_of(learner)[rank].terminate()
+    ranks_of(learner)[1].terminate()  # rank 0, which has the link, knows of it by the others only
     assert learner.wait(60) == 0, learner.tail()
     check_ranks_agree(run, "ddp", 0)
     (checkpoint,) = (run.path / "out" / "learner-0").glob("checkpoint-*")

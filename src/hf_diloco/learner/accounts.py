@@ -52,7 +52,9 @@ class Accounts:
 
     def has_work(self) -> bool:
         """Something waits for the next boundary."""
-        return bool(self._exchange.asks) or any(local.ready is not None for local in self._exchange.fragments)
+        fragments = self._exchange.fragments
+        can_answer = any(not fragments[index].cutting for index in list(self._exchange.asks))
+        return can_answer or any(local.ready is not None for local in fragments)
 
     def plan(self, room: int) -> list[Operation]:
         """Apply what has arrived, then answer: an update is cut from a value that everything applied before is in.
@@ -122,9 +124,8 @@ class Accounts:
             # Progress was to be given up, but since that was decided a part of it was cut, and may be merged: keep it.
             prepared = replace(prepared, correction=prepared.published - local.anchor)
         if prepared.start_over or (prepared.merged is not None and local.shipped is prepared.merged):
-            local.shipped = (
-                None  # starting over: if it is merged yet, nothing of it is to be taken out of the new value
-            )
+            # When starting over: if it is merged yet, nothing of it is to be taken out of the new value.
+            local.shipped = None
         gives_up = prepared.correction is None and local.anchor is not None
         local.anchor, local.version = prepared.published, prepared.version
         return prepared, partial(self.settle, index, local, prepared, gives_up)

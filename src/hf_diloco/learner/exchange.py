@@ -353,7 +353,7 @@ class Exchange:
         shipped = Shipped(
             self._update_id(cut.ask), cut.ask.round, payload, wire_format, cut.steps, cut.tokens, cut.anchor_version
         )
-        with self.lock:
+        with self.changed:
             local = self.fragments[cut.ask.fragment_index]
             local.cutting = False
             is_void = cut.start != local.start  # the fragment has started over since: what was cut is not in it
@@ -361,6 +361,7 @@ class Exchange:
             again = self.asks.get(cut.ask.fragment_index)
             if again is not None and again.ask.round == cut.ask.round:
                 del self.asks[cut.ask.fragment_index]  # asked again on a new link, on which the answer now goes
+            self.changed.notify_all()
         if is_void:
             self.answer_nothing(OpenAsk(cut.ask, time.monotonic()), cut.anchor_version)
             return

@@ -336,9 +336,8 @@ class Learner(Rank):
     def _waits_for_release(self) -> Word:
         exchange = self._exchange
         if exchange.released is not None:
-            # The values are here; what is ready of them is yet to be applied.
-            ready = [local for local in exchange.fragments if local.ready is not None]
-            return Word.DONE if self._ranks.is_idle and not ready else Word.GO_ON
+            yet_to_apply = [local for local in exchange.fragments if local.ready is not None]
+            return Word.DONE if self._ranks.is_idle and not yet_to_apply else Word.GO_ON
         if self.interrupted:
             return Word.GIVE_UP
         exchange.check()
