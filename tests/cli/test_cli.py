@@ -1,6 +1,9 @@
 import dataclasses
 import io
 import json
+import logging
+import signal
+import socket
 import sys
 
 import pytest
@@ -41,6 +44,25 @@ def hf_diloco(monkeypatch, capsys):
         return code, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def untouched_process():
+    """What the syncer command changes in its process is set back."""
+    root, handlers = (
+        logging.getLogger(),
+        {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)},
+    )
+    before, levels = list(root.handlers), (root.level, logging.getLogger("hf_diloco").level)
+    yield
+    for handler in [handler for handler in root.handlers if handler not in before]:
+        root.removeHandler(handler)
+        handler.close()
+    root.setLevel(levels[0])
+    logging.getLogger("hf_diloco").setLevel(levels[1])
+    logging.captureWarnings(False)
+    for number, action in handlers.items():
+        signal.signal(number, action)
 
 
 # ------------------------------------------------------------------------------------------------------ help, wrong use
@@ -115,6 +137,39 @@ def test_wrong_use_is_said_and_exits_with_2(hf_diloco, tmp_path, monkeypatch, wo
     assert said in out + err
     assert "Traceback" not in err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--listen", "127.0.0.1:0", "--go-back-to", "3"], "no checkpoint of the whole run at step 3"),
+        (["--listen", "127.0.0.1:TAKEN"], "cannot listen at 127.0.0.1"),
+        (["--listen", "203.0.113.1:0"], "cannot listen at 203.0.113.1"),
+        (["--listen", "127.0.0.1:0", "--outer-lr", "-1"], "outer_lr"),
+    ],
+)
+def test_a_first_start_that_fails_leaves_nothing(hf_diloco, untouched_process, tmp_path, words, said):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = [word.replace("TAKEN", str(taken.getsockname()[1])) for word in words]
+        code, _, err = hf_diloco("syncer", "--run-dir", tmp_path / "new", *words)
+    assert code == 2
+    assert said in err
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_restart_that_fails_keeps_the_port(hf_diloco, untouched_process, tmp_path):
+    with RunDirectory(tmp_path) as directory:
+        directory.tape.write_text('{"kind": "start", "incarnation": 1, "seconds": 0.0}\n')
+        directory.config.write_text(json.dumps(config_to_dict(SyncerConfig())))
+        directory.status.write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        directory.write_address(address)
+        for words in (["--go-back-to", "3"], []):
+            code, _, err = hf_diloco("syncer", "--run-dir", tmp_path, "--listen", "127.0.0.1:0", *words)
+            assert code == 2
+        assert f"cannot listen at {address}" in err, "it looked for another port"
+    assert directory.read_address() == address
 
 
 def test_an_unwritable_run_directory_exits_with_1(hf_diloco):

@@ -91,6 +91,47 @@ def test_an_earlier_run_is_gone_on_with_under_its_own_settings(tmp_path):
             directory.settings_of_run({})
 
 
+def test_what_the_first_learner_said_is_a_setting_of_the_run(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.config.write_text(json.dumps(config_to_dict(SyncerConfig())))
+    layout = [json.dumps({"kind": "layout", "total_steps": steps, "num_shards": 3}) for steps in (40, 100)]
+    directory.tape.write_text('{"kind": "start"}\n' + "\n".join(layout) + "\n")
+    assert directory.settings_of_run({})["total_steps"] is None, "nobody has supplied the values"
+    with pytest.raises(ConfigError, match=r"began without total_steps, not with 500\. Leave --total-steps away"):
+        directory.settings_of_run({"total_steps": 500})
+    with directory.tape.open("a") as tape:
+        tape.write('{"kind": "values"}\n')
+    assert directory.settings_of_run({"total_steps": 100})["num_shards"] == 3
+    with pytest.raises(ConfigError, match=r"began with total_steps=100, not 500\. Leave --total-steps away"):
+        directory.settings_of_run({"total_steps": 500})
+
+
+def fail_to_start(path, tape=""):
+    """A start that makes everything, and fails; the token it had."""
+    with RunDirectory(path) as directory:
+        token = directory.read_or_make_token()
+        directory.tape.write_text(tape)
+        (directory.logs / "syncer.log").write_text("it failed")
+        raise ZeroDivisionError(token)
+
+
+def test_a_start_that_fails_takes_away_what_it_made(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        fail_to_start(tmp_path / "runs" / "a")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_start_that_fails_takes_away_nothing_else(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "mine").touch()
+    with pytest.raises(ZeroDivisionError):
+        fail_to_start(tmp_path)
+    assert {path.name for path in tmp_path.rglob("*")} == {"logs", "mine", "syncer.log"}
+    with pytest.raises(ZeroDivisionError) as failure:
+        fail_to_start(tmp_path, tape='{"kind": "start"}\n')
+    assert failure.value.args == (RunDirectory(tmp_path).read_or_make_token(),), "a run had begun"
+
+
 def test_two_syncers_never_share_it(tmp_path):
     claim = f"from hf_diloco.syncer.run_directory import RunDirectory; RunDirectory({str(tmp_path)!r}).claim()"
     with RunDirectory(tmp_path):

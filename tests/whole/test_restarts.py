@@ -15,7 +15,8 @@ from hf_diloco import SyncerConfig
 from hf_diloco.core.messages import Version
 from hf_diloco.errors import LearnerRefusedError
 from hf_diloco.links.in_process import Weather
-from hf_diloco.syncer.saved_run import latest_run
+from hf_diloco.syncer.run_directory import RunDirectory
+from hf_diloco.syncer.saved_run import latest_run, put_newer_aside
 from hf_diloco.syncer.service import Syncer
 from hf_diloco.syncer.tape import read_tape
 
@@ -224,3 +225,15 @@ def test_a_syncer_that_lost_its_checkpoints_refuses_learners_in_training(tmp_pat
     learner.close()
     world.syncer.stop()
     world.join()
+
+
+def test_what_is_newer_than_what_is_gone_back_to_is_put_aside(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    for kind in (directory.checkpoints, directory.joint):
+        for step in (20, 40, 60):
+            (kind / f"step-{step:08d}").mkdir(parents=True)
+    put_newer_aside(directory, 40)
+    for kind in (directory.checkpoints, directory.joint):
+        assert sorted(path.name for path in kind.iterdir()) == ["step-00000020", "step-00000040"]
+        (aside,) = (tmp_path / "gone-back" / kind.name).iterdir()
+        assert aside.name.startswith("step-00000060-")

@@ -110,6 +110,7 @@ def launch(
                 "with it: --resume."
             )
         directory.status.unlink(missing_ok=True)
+        directory.address.unlink(missing_ok=True)  # learners are told the new one: no need for the port it had
     config = SyncerConfig(**settings)
     if max_restarts is None:
         max_restarts = _RESTARTS if restart else 0

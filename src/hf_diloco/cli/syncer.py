@@ -61,7 +61,6 @@ def syncer(
         config = SyncerConfig(**settings)
         console = Console(highlight=False)
         token = directory.read_or_make_token(tls=not no_tls)
-        directory.status.unlink(missing_ok=True)
         with Display(console) as display:
             _set_up_logging(console, directory)
             if no_tls and not is_loopback(host):
@@ -97,6 +96,7 @@ def _serve(
     if service.has_ended:
         display.message(f"The run in {directory.path} has ended; its global model is in {directory.model}")
         return True
+    directory.status.unlink(missing_ok=True)  # the last process's; what cannot start leaves it
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: service.stop())
     over = threading.Event()
@@ -125,8 +125,8 @@ def _serve(
 
 def _port_of_run(directory: RunDirectory, host: str) -> int:
     """Where the learners of the run look for their syncer, if it was told to listen at any free port."""
-    address = directory.read_status().get("address")
-    if not isinstance(address, str):
+    address = directory.read_address()
+    if address is None:
         return 0
     host_before, port = parse_listen(address)
     return port if host_before == host else 0

@@ -108,8 +108,8 @@ class Terms:
         if not hello.steps_from_epochs and hello.total_steps not in (None, self.config.total_steps):
             return (
                 f"this learner wants to train {hello.total_steps} steps, the run has {self.config.total_steps}. Set "
-                f"max_steps={self.config.total_steps} in its training arguments (--max_steps), or restart the syncer "
-                f"with --total-steps {hello.total_steps}."
+                f"max_steps={self.config.total_steps} in its training arguments (--max_steps), or begin a new run: "
+                f"start the syncer with --total-steps {hello.total_steps} and another --run-dir."
             )
         if None not in (hello.num_shards, self.config.num_shards) and hello.num_shards != self.config.num_shards:
             return (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import secrets
+import shutil
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 from hf_diloco.config import config_from_dict, config_to_dict, read_secret_file
 from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.links.token import make_certificate, read_token, write_token
+from hf_diloco.syncer.tape import iterate_tape
 
 
 class RunDirectory:
@@ -42,15 +45,28 @@ class RunDirectory:
         self.model = self.path / "model"
         self.config = self.path / "config.json"
         self.status = self.path / "status.json"
+        self.address = self.path / "address"  # where learners look for the run's syncer
         self.logs = self.path / "logs"
         self._lock = self.path / "lock"
         self._lock_descriptor: int | None = None
+        self._made: list[Path] = []  # that were not there before this object was
         if create:
             self._create()
         elif not self.path.is_dir():
             raise ConfigError(f"there is no run directory {self.path}; give the --run-dir of a run.")
 
     def _create(self) -> None:
+        own = (
+            self.checkpoints,
+            self.logs,
+            self._lock,
+            self.token,
+            self.certificate,
+            self.tape,
+            self.status,
+            self.address,
+        )
+        self._made = [path for path in (*own, self.path, *self.path.parents) if not path.exists()]
         try:
             for directory in (self.checkpoints, self.logs):
                 directory.mkdir(parents=True, exist_ok=True)
@@ -60,6 +76,7 @@ class RunDirectory:
         except (FileExistsError, NotADirectoryError) as error:
             raise ConfigError(f"--run-dir {self.path} is no directory: {error}. Choose another.") from error
         except OSError as error:
+            self.withdraw()
             raise DiLoCoError(
                 f"the run directory {self.path} cannot be written: {error}. Choose another --run-dir, or make room."
             ) from error
@@ -103,7 +120,22 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._lock_descriptor is not None:
+            self.withdraw()
         self.release()
+
+    def withdraw(self) -> None:
+        """After a start that failed: delete what this object has made, key and token too, if no run has begun."""
+        if self.has_run:
+            return
+        for path in self._made:  # innermost first
+            with contextlib.suppress(OSError):
+                if path in (self.checkpoints, self.logs):
+                    shutil.rmtree(path)
+                elif path.is_dir():
+                    path.rmdir()  # unless somebody else has put something there
+                else:
+                    path.unlink()
 
     @property
     def has_run(self) -> bool:
@@ -121,13 +153,29 @@ class RunDirectory:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self.config} cannot be read: {error}; choose another --run-dir.") from error
         settings = config_to_dict(config_from_dict(kept))
+        for name, value in self._told_by_first_learner().items():
+            if settings[name] is None:
+                settings[name] = value
         for name, value in given.items():
             if value != settings[name]:
+                kept_value = (
+                    f"without {name}, not with" if settings[name] is None else f"with {name}={settings[name]!r}, not"
+                )
                 raise ConfigError(
-                    f"the run in {self.path} began with {name}={settings[name]!r}, not {value!r}. Leave "
+                    f"the run in {self.path} began {kept_value} {value!r}. Leave "
                     f"--{name.replace('_', '-')} away to go on with it, or choose another --run-dir for a new run."
                 )
         return settings
+
+    def _told_by_first_learner(self) -> dict[str, Any]:
+        """What the settings left to the first learner, once it has supplied the values of the run."""
+        told: dict[str, Any] = {}
+        for line in iterate_tape(self.tape):
+            if line.get("kind") == "layout":
+                told = {name: line[name] for name in ("total_steps", "num_shards") if name in line}
+            elif line.get("kind") == "values":
+                return told
+        return {}
 
     # ------------------------------------------------------------------------------------------------- what is in it
 
@@ -168,6 +216,19 @@ class RunDirectory:
             aside.rename(path)
         except OSError as error:
             raise DiLoCoError(f"{path} cannot be written: {error}") from error
+
+    def write_address(self, address: str) -> None:
+        """Keep the address for the next syncer of this run, in one move: a killed process leaves the old one."""
+        aside = self.path / ".address"
+        aside.write_text(f"{address}\n", encoding="utf-8")
+        aside.replace(self.address)
+
+    def read_address(self) -> str | None:
+        """Where the last syncer that could start listened; None if none did."""
+        try:
+            return self.address.read_text(encoding="utf-8").strip() or None
+        except (OSError, ValueError):
+            return None
 
     def read_status(self) -> dict[str, Any]:
         """What the syncer last wrote to ``status.json``; empty when it has written nothing (or nothing whole)."""

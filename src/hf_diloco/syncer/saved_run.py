@@ -159,12 +159,16 @@ def joint_run(directory: RunDirectory, outer_step: int) -> SavedRun:
 
 
 def put_newer_aside(directory: RunDirectory, outer_step: int) -> None:
-    """Checkpoints that are newer than what the run goes back to would win at the next restart."""
-    for step, path in checkpoints_by_step(directory.checkpoints).items():
-        if step > outer_step:
-            aside = directory.path / "gone-back" / f"{path.name}-{time.time_ns()}"
-            aside.parent.mkdir(exist_ok=True)
-            path.rename(aside)
+    """Newer checkpoints than what the run goes back to are of what is void now.
+
+    They would win at the next restart; those of the whole run would be taken for the run's, and kept for its own.
+    """
+    for kind in (directory.checkpoints, directory.joint):
+        for step, path in checkpoints_by_step(kind).items():
+            if step > outer_step:
+                aside = directory.path / "gone-back" / kind.name / f"{path.name}-{time.time_ns()}"
+                aside.parent.mkdir(parents=True, exist_ok=True)
+                path.rename(aside)
 
 
 def latest_run(directory: RunDirectory) -> SavedRun | None:

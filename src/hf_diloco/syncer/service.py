@@ -80,6 +80,7 @@ class Syncer:
         self._tape = Tape(self._directory.tape, self._stopping)
         try:
             self._links.open()
+            self._directory.write_address(self._links.address)
             self._directory.config.write_text(json.dumps(config_to_dict(self.config), indent=2) + "\n")
             self._tape.write(
                 "start", durable=True, time=time.time(), incarnation=self._incarnation, address=self._links.address,
@@ -201,6 +202,7 @@ class Syncer:
             fingerprint=terms.layout.fingerprint,
             num_fragments=terms.config.num_fragments,
             total_steps=terms.config.total_steps,
+            num_shards=terms.config.num_shards,
             num_parameters=terms.layout.num_parameters,
         )
         return Run(terms, self._links, self._tape, self._directory, incarnation=self._incarnation)
