@@ -10,6 +10,7 @@ when the tokens of all ranks are known, a boundary later: steps and tokens of an
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,8 @@ from hf_diloco.learner.exchange import Exchange
 from hf_diloco.learner.local import Cut, LocalFragment, OpenAsk, Prepared
 from hf_diloco.learner.operations import Kind, Operation
 from hf_diloco.learner.snapshots import Snapshot
+
+logger = logging.getLogger(__name__)
 
 
 class Accounts:
@@ -146,13 +149,24 @@ class Accounts:
             if prepared.merged is not None:
                 local.accounted_steps += prepared.merged.steps
                 local.accounted_tokens += prepared.merged.tokens
+                local.asked_at = None
             if gives_up:
+                local.asked_at = None
                 num_fragments = len(self._exchange.fragments)
+                self._say_given_up(index, self.steps - local.accounted_steps)
                 self.tokens_overwritten += (self.tokens - local.accounted_tokens) / num_fragments
                 self.steps_overwritten += (self.steps - local.accounted_steps) / num_fragments
                 local.accounted_steps, local.accounted_tokens = self.steps, self.tokens
         applied = ms.Applied(fragment_index=index, version=prepared.version, digest=prepared.digest)
         self._exchange.confirm(applied, live)
+
+    def _say_given_up(self, index: int, num_steps: int) -> None:
+        assert self._exchange.welcome is not None
+        if num_steps and self._exchange.welcome.on_arrival == "carry":  # else it is what always happens
+            logger.warning(
+                "[learner %d] fragment %d: %d steps that were not merged give way to the global value",
+                self._exchange.learner_id, index, num_steps,
+            )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------------- updates
 

@@ -77,8 +77,7 @@ class Exchange:
         self.bytes_sent = 0  # payloads
         self.bytes_received = 0
         self.steps_done = 0  # kept by the training thread, for the limit of carried progress
-        self._steps_at_link = 0
-        self._learner_id, self._incarnation, self._link = learner_id, incarnation, link
+        self.learner_id, self._incarnation, self._link = learner_id, incarnation, link
         self._hello, self._make_layout = hello, make_layout
         self._work: queue.SimpleQueue[
             Received | LinkUp | LinkDown | Cut | Snapshot | tuple[ms.Applied | ms.WantPiece, Snapshot] | None
@@ -159,7 +158,7 @@ class Exchange:
                 else:
                     self._on_event(item)
             except Exception as error:
-                logger.exception("[learner %d] the exchange with the syncer failed", self._learner_id)
+                logger.exception("[learner %d] the exchange with the syncer failed", self.learner_id)
                 self._fail(error)
 
     def _send_snapshot(self, message: ms.Applied | ms.WantPiece, snapshot: Snapshot) -> None:
@@ -175,7 +174,7 @@ class Exchange:
         )
         logger.debug(
             "[learner %d] piece %d of its optimizer state for learner %d: %s",
-            self._learner_id, piece.piece_index, piece.recipient_id, piece.digest,
+            self.learner_id, piece.piece_index, piece.recipient_id, piece.digest,
         )  # fmt: skip
         self.send(piece, content)
 
@@ -198,9 +197,8 @@ class Exchange:
                 self.linked = self.ever_linked = True
                 self.num_links += 1
                 self.lease = None
-                self._steps_at_link = self.steps_done  # what was done without a link could not be merged: it is kept
                 for local in self.fragments:  # the Hello says what is in the model; the syncer sends the rest again
-                    local.ready = None
+                    local.ready = local.asked_at = None
                 self.send(self._hello())
             elif event.fatal is not None:
                 self._fail(event.fatal)
@@ -208,7 +206,7 @@ class Exchange:
                 if self.linked:
                     self.down_since = time.monotonic()
                     logger.warning(
-                        "[learner %d] the link is down: %s; training goes on", self._learner_id, event.reason
+                        "[learner %d] the link is down: %s; training goes on", self.learner_id, event.reason
                     )
                 self.linked = False
             self.changed.notify_all()
@@ -243,7 +241,7 @@ class Exchange:
             elif isinstance(message, ms.Released):
                 self.released = message
             elif isinstance(message, ms.Refused):
-                self._fail(LearnerRefusedError(f"the syncer refused learner {self._learner_id}: {message.reason}"))
+                self._fail(LearnerRefusedError(f"the syncer refused learner {self.learner_id}: {message.reason}"))
             elif isinstance(message, ms.Notice):
                 self.notices.append(message.text)
             elif isinstance(message, ms.StateMessage):
@@ -264,7 +262,10 @@ class Exchange:
     def _on_ask(self, ask: ms.Ask) -> None:
         if not 0 <= ask.fragment_index < len(self.fragments):
             raise MessageError(f"the syncer asked for fragment {ask.fragment_index}, there are {len(self.fragments)}")
-        shipped = self.fragments[ask.fragment_index].shipped
+        local = self.fragments[ask.fragment_index]
+        if local.asked_at is None:
+            local.asked_at = self.steps_done
+        shipped = local.shipped
         if shipped is not None and shipped.round == ask.round:
             self._send_update(ask, shipped, held_seconds=0.0)  # the answer was lost with a link: the very same bytes
         else:
@@ -283,7 +284,7 @@ class Exchange:
     def _on_update_refused(self, message: ms.UpdateRefused) -> None:
         logger.error(
             "[learner %d] the syncer refused an update of fragment %d: %s%s",
-            self._learner_id, message.fragment_index, message.reason,
+            self.learner_id, message.fragment_index, message.reason,
             "; training goes on from the global parameters" if message.start_over else "",
         )  # fmt: skip
         self._on_round_closed(ms.RoundClosed(round=message.round, fragment_index=message.fragment_index))
@@ -321,7 +322,7 @@ class Exchange:
                 self.send(self._applied(message, digest(anchor)))
             return
         size = local.fragment.num_parameters
-        published = published_value(self._learner_id, message, payload, size, anchor, version)
+        published = published_value(self.learner_id, message, payload, size, anchor, version)
         if published is None:
             self.send(ms.NeedFull(fragment_index=message.fragment_index))
             return
@@ -330,9 +331,8 @@ class Exchange:
                 local.ready = replace(local.ready, version=message.version, published=published, digest=message.digest)
                 return
         assert self.welcome is not None
-        prepared = prepare(  # unlocked: nothing is taken while `ready` is None
-            self._learner_id, message, local, published, self.welcome, self._steps_at_link, self.steps_done
-        )
+        # Unlocked: nothing is taken while `ready` is None.
+        prepared = prepare(self.learner_id, message, local, published, self.welcome, self.steps_done)
         with self.changed:
             local.ready = prepared
             self.changed.notify_all()
@@ -348,7 +348,7 @@ class Exchange:
         try:
             payload = encode(cut.anchor - cut.snapshot.result(), wire_format)
         except ValueError as error:  # NaN or infinite values: an empty payload, which the syncer refuses and counts
-            logger.error("[learner %d] fragment %d: %s", self._learner_id, cut.ask.fragment_index, error)
+            logger.error("[learner %d] fragment %d: %s", self.learner_id, cut.ask.fragment_index, error)
             payload = _EMPTY
         shipped = Shipped(
             self._update_id(cut.ask), cut.ask.round, payload, wire_format, cut.steps, cut.tokens, cut.anchor_version

@@ -69,5 +69,6 @@ class LocalFragment:
     shipped: Shipped | None = None
     ready: Prepared | None = None
     start: int = 0  # how often it has started over
+    asked_at: int | None = None  # the learner's step when it was first asked for on this link since its last merge
     accounted_steps: int = field(default=0)  # steps and tokens merged, or given up, so far
     accounted_tokens: int = field(default=0)

@@ -12,7 +12,7 @@ from hf_diloco.learner.local import LocalFragment, Prepared
 
 logger = logging.getLogger(__name__)
 
-_CARRY_LIMIT = 4  # times H: local progress that was not merged for so many steps with a link is given up
+_CARRY_LIMIT = 4  # times H: local progress that is not merged for so many steps after it was asked for is given up
 
 
 def published_value(
@@ -48,7 +48,6 @@ def prepare(
     local: LocalFragment,
     published: Tensor,
     welcome: ms.Welcome,
-    mergeable_since: int,
     steps_done: int,
 ) -> Prepared:
     """What to do to the live value (DESIGN, on arrival).
@@ -59,7 +58,6 @@ def prepare(
         local: its fragment.
         published: its value.
         welcome: the run's settings.
-        mergeable_since: the step since which what is done could be merged: there was a link.
         steps_done: inner steps of this learner.
     """
     merged_id = dict(message.merged_updates).get(learner_id)
@@ -67,7 +65,8 @@ def prepare(
     merged = shipped if shipped is not None and shipped.update_id == merged_id else None
     if shipped is not None and merged is None and message.closed_round and shipped.round <= message.closed_round:
         local.shipped = shipped = None
-    carried_steps = steps_done - max(local.accounted_steps, mergeable_since)
+    # What nobody asked for could not be merged: while the syncer was away, or waited for others when it came back.
+    carried_steps = 0 if local.asked_at is None else steps_done - max(local.accounted_steps, local.asked_at)
     give_up = shipped is None and not local.cutting and carried_steps > _CARRY_LIMIT * welcome.sync_every
     correction = None
     if local.anchor is not None and welcome.on_arrival == "carry" and not give_up:
