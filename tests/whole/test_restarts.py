@@ -176,7 +176,7 @@ def test_a_value_newer_than_what_was_recovered_is_given_up(tmp_path: Path) -> No
         raise AssertionError("the learner that came late was not merged again")
     world.join()
     check_tape(world)
-    # Each did far more than 4 H steps while it could not be merged, the first also while the syncer waited for the other.
+    # Each did far more than 4 H steps while it could not be merged, the first also while the syncer waited for another.
     assert [row["tokens_overwritten"] for row in world.accounts().values()] == [0, 0]
 
 

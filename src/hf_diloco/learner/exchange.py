@@ -205,9 +205,7 @@ class Exchange:
             else:
                 if self.linked:
                     self.down_since = time.monotonic()
-                    logger.warning(
-                        "[learner %d] the link is down: %s; training goes on", self.learner_id, event.reason
-                    )
+                    logger.warning("[learner %d] the link is down: %s; training goes on", self.learner_id, event.reason)
                 self.linked = False
             self.changed.notify_all()
 
