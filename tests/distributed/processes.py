@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -125,12 +126,12 @@ class Run:
         """By this variable all processes of the run are known, also those whose parents are gone."""
         return {"HF_DILOCO_TEST_RUN": str(self.path)}
 
-    def _left(self) -> list[str]:
-        found = []
+    def _left(self) -> dict[psutil.Process, str]:
+        found = {}
         for process in psutil.process_iter():
             try:
                 if process.environ().get("HF_DILOCO_TEST_RUN") == str(self.path):
-                    found.append(f"pid {process.pid}: {' '.join(process.cmdline())}")
+                    found[process] = f"pid {process.pid}: {' '.join(process.cmdline())}"
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return found
@@ -140,7 +141,12 @@ class Run:
         for process in self._all:
             if process.running():
                 process.kill()
-        wait_until(lambda: not self._left(), f"the end of {self._left()}", 30)
+        try:
+            wait_until(lambda: not self._left(), f"the end of {list(self._left().values())}", 30)
+        finally:
+            for left in self._left():  # ranks whose launcher was killed, for example
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    left.kill()
 
 
 def start_script(
