@@ -1,5 +1,6 @@
 """DiLoCoCallback in a real Trainer, with a learner that follows a script."""
 
+import contextlib
 import gc
 import json
 import logging
@@ -18,7 +19,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_diloco.errors import DiLoCoWarning, LearnerRefusedError, UnsupportedError
+from hf_diloco.config import DiLoCoPlugin
+from hf_diloco.errors import ConfigError, DiLoCoWarning, LearnerRefusedError, UnsupportedError
 from hf_diloco.integrations.transformers import DiLoCoCallback
 
 pytestmark = pytest.mark.fast
@@ -44,6 +46,17 @@ def test_without_a_syncer_nothing_happens_and_it_is_said_once(tmp_path, scripted
     alone.train()
     for ours, theirs in zip(trainer.model.parameters(), alone.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_unusable_token_is_found_before_there_is_a_model(tmp_path, monkeypatch, is_first):
+    monkeypatch.setenv("RANK", "0" if is_first else "1")
+    (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "token").chmod(0o644)
+    learner = DiLoCoPlugin(syncer="localhost:29600", learner_id=0, token_file=str(tmp_path / "token"))
+    with pytest.raises(ConfigError, match="chmod 600") if is_first else contextlib.nullcontext():
+        DiLoCoCallback(learner)
+    DiLoCoCallback(learner, link=object)  # another link has no token
 
 
 def test_each_learner_has_its_own_directory_and_run_name(tmp_path, scripted):

@@ -19,6 +19,7 @@ from hf_diloco.links import buffers, gateway, inbox, tls
 from hf_diloco.links.base import LinkUp, Received
 from hf_diloco.links.buffers import MAX_PAYLOAD_BYTES, PIECE_BYTES, WINDOW, BufferPool, map_region
 from hf_diloco.links.channel import Channel, FrameReader
+from hf_diloco.links.courier import in_words
 from hf_diloco.links.gateway import Gateway
 from hf_diloco.links.loop import Loop
 from hf_diloco.links.relay import relay
@@ -294,3 +295,9 @@ def test_bytes_go_both_ways_through_tls_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
+
+
+def test_the_end_of_a_connection_is_said_in_words() -> None:
+    ended = RuntimeError("EOF: end of file (this error originated at tensorpipe/transport/uv/connection_impl.cc:132)")
+    assert in_words(ended) == "the connection to the syncer ended"
+    assert in_words(MessageError("the syncer announces more than it may")) is None

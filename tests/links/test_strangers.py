@@ -295,8 +295,10 @@ def test_a_wrong_token_is_refused_soon_and_both_sides_say_so(tmp_path: Path) -> 
             ):
                 handshake.connect("127.0.0.1", port, wrong, handshake.CONTROL, {}, PATIENCE)
             assert time.monotonic() - began < REFUSED_SECONDS
-            warning = "a learner at 127.0.0.1 came with a wrong token"
-            eventually(lambda: warning in log.read_text(), "the syncer's side says so", REFUSED_SECONDS)
+            warning = (
+                r"(?m)^\d{4}-\d\d-\d\d [\d:,]+ WARNING \[door\] a learner at 127\.0\.0\.1:\d+ came with a wrong token"
+            )
+            eventually(lambda: re.search(warning, log.read_text()) is not None, "both say so", REFUSED_SECONDS)
             link = RpcLearnerLink("127.0.0.1", port, wrong.secret, 1, "a")
             link.open()
             down = until(link, LinkDown)

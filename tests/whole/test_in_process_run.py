@@ -16,6 +16,9 @@ from torch import nn
 
 from hf_diloco.core.data_digest import NUM_HASHES
 from hf_diloco.errors import DiLoCoWarning, LearnerRefusedError
+from hf_diloco.learner import joining
+from hf_diloco.learner.exchange import Exchange
+from hf_diloco.links.in_process import InProcessHub
 from hf_diloco.syncer.saved_run import latest_run
 
 pytestmark = pytest.mark.fast
@@ -274,3 +277,19 @@ def test_stop_writes_the_model_of_that_moment(tmp_path: Path) -> None:
     assert reached.is_set()
     assert world.syncer.has_model
     assert latest_run(world.directory).facts.outer_step >= 1  # not the one that was written at the beginning
+
+
+def test_what_a_learner_waits_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(joining, "_SAY_EVERY_SECONDS", 0.0)
+    link = InProcessHub().connect(3)
+    exchange = Exchange(3, "a", link, hello=lambda: pytest.fail("no link"), make_layout=lambda _: pytest.fail("no run"))
+    patience = joining.Patience(3, exchange, "host:1", 60.0)
+    said = []
+    for change in ({}, {"linked": True, "ever_linked": True}, {"linked": False}):
+        for name, value in change.items():
+            setattr(exchange, name, value)
+        patience.check()
+        said.append(caplog.messages[-1])
+    assert "no syncer yet at host:1: " in said[0]
+    assert "linked, waiting for the syncer's answer at host:1" in said[1]
+    assert "the link is down, looking for the syncer at host:1: " in said[2]

@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_diloco.config import DiLoCoPlugin
 from hf_diloco.errors import DiLoCoError, DiLoCoWarning, UnsupportedError
-from hf_diloco.integrations.membership import Membership, inner_optimizer, reseed
+from hf_diloco.integrations.membership import Membership, check_token, inner_optimizer, reseed
 from hf_diloco.integrations.schedules import num_steps, warn_if_stuck
 from hf_diloco.learner.data import data_seed
 from hf_diloco.learner.lease import lease_of
@@ -100,6 +100,8 @@ class DiLoCo:
         if not self._plugin.syncer:
             logger.info("hf-diloco is off: no syncer address (HF_DILOCO_SYNCER); training goes on without it.")
             return
+        if link is None:
+            check_token(self._plugin)
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             raise UnsupportedError("DeepSpeed is not supported here yet. Remove it from accelerate's configuration.")
 

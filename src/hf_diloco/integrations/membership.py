@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 import weakref
 from collections.abc import Callable
@@ -25,10 +26,23 @@ from hf_diloco.learner.preemption import Preemption
 from hf_diloco.learner.ranks import ranks_of_this_learner
 from hf_diloco.learner.tokens import TokenCounter
 from hf_diloco.links.base import LearnerLink
+from hf_diloco.links.token import read_token
 
 logger = logging.getLogger(__name__)
 
+_RANK_NAMES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")  # those that Accelerate goes by
 _STEPS_WITHOUT_TOKENS = 20  # then something is wrong; counts that are on their way from a GPU come within a step or two
+
+
+def check_token(plugin: DiLoCoPlugin) -> None:
+    """Find a token that is missing or unusable before a model is loaded; other ranks than the first need none.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    rank = next((os.environ[name] for name in _RANK_NAMES if name in os.environ), "0")
+    if rank == "0":
+        read_token(plugin.read_token())
 
 
 class Membership:

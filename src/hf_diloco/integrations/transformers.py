@@ -15,7 +15,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from hf_diloco.config import DiLoCoPlugin
 from hf_diloco.errors import DiLoCoWarning, UnsupportedError
-from hf_diloco.integrations.membership import Membership, reseed
+from hf_diloco.integrations.membership import Membership, check_token, reseed
 from hf_diloco.integrations.schedules import warn_if_stuck
 from hf_diloco.integrations.shard_position import ShardPosition
 from hf_diloco.integrations.trainer_stack import end_training, put_first, save, serves, trainer_above
@@ -69,6 +69,8 @@ class DiLoCoCallback(TrainerCallback):
         self._saved_at = -1  # Trainer's step of its last checkpoint
         if not self._plugin.syncer:
             logger.info("hf-diloco is off: no syncer address (HF_DILOCO_SYNCER); training goes on without it.")
+        elif link is None:
+            check_token(self._plugin)
 
     def attach(self, trainer: Trainer) -> None:
         """Add it to a Trainer that exists already."""

@@ -45,7 +45,7 @@ class Patience:
             SyncerUnreachableError: nobody answered in time.
         """
         exchange, now = self._exchange, time.monotonic()
-        waited_seconds, error = now - self._opened_at, exchange.last_error() or "no answer"
+        waited_seconds, error = now - self._opened_at, exchange.last_error() or "the first attempt to link is under way"
         if not exchange.ever_linked and waited_seconds > self._timeout_seconds:
             raise SyncerUnreachableError(
                 f"no syncer answered at {self._address} for {self._timeout_seconds:.0f} s (last: {error}). Check that "
@@ -53,9 +53,18 @@ class Patience:
             )
         if now - self._said_at > _SAY_EVERY_SECONDS:
             self._said_at = now
-            missing = f"no syncer yet at {self._address}: {error}"
-            what = "waiting for the start: other learners are missing" if exchange.linked else missing
-            logger.warning("[learner %d] %s (%.0f s so far)", self._learner_id, what, waited_seconds)
+            logger.warning("[learner %d] %s (%.0f s so far)", self._learner_id, self._waits_for(error), waited_seconds)
+
+    def _waits_for(self, error: str) -> str:
+        exchange = self._exchange
+        if not exchange.linked:
+            before = "the link is down, looking for the syncer" if exchange.ever_linked else "no syncer yet"
+            return f"{before} at {self._address}: {error}"
+        if exchange.welcome is None:
+            return f"linked, waiting for the syncer's answer at {self._address}"
+        if exchange.started_at is None:
+            return "waiting for the start: the syncer waits for other learners, or for the initial parameters of one"
+        return "waiting for the global parameters"
 
 
 def supply(

@@ -28,7 +28,9 @@ def begin(name: str) -> tuple[socket.socket, int]:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # strangers can make a gateway abort; that is no news
     level = os.environ.get("HF_DILOCO_LOG_LEVEL", "WARNING").upper()
     known = isinstance(logging.getLevelName(level), int)
-    logging.basicConfig(level=level if known else "WARNING", stream=sys.stderr, format=f"hf-diloco {name}: %(message)s")
+    logging.basicConfig(
+        level=level if known else "WARNING", stream=sys.stderr, format=f"%(asctime)s %(levelname)s [{name}] %(message)s"
+    )
     set_name(name)
     return socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
 

@@ -114,13 +114,13 @@ class Courier:
             try:
                 self._beat()
             except Exception as error:
-                self._end(f"no answer from the syncer's gateway: {str(error)[:200]}")
+                self._end(in_words(error) or f"no answer from the syncer's gateway: {str(error)[:200]}")
 
     def _guarded(self, work: Callable[[socket.socket], None], control: socket.socket) -> None:
         try:
             work(control)
         except Exception as error:
-            self._end(f"{type(error).__name__} in {work.__name__.strip('_')}: {str(error)[:200]}")
+            self._end(in_words(error) or f"{type(error).__name__} in {work.__name__.strip('_')}: {str(error)[:200]}")
 
     def _end(self, reason: str, kind: str = "lost") -> NoReturn:
         self._channel.post({"op": "ended", "kind": kind, "reason": reason})
@@ -326,6 +326,13 @@ def _pieces(upload: _Upload) -> Iterator[tuple[list[Any], bool]]:
         piece = exact_piece(upload.payload, offset, length)
         is_last = offset + length == total
         yield [upload.number, offset, total, last if is_last else None, piece], is_last
+
+
+def in_words(error: Exception) -> str | None:
+    """What to say of an error of RPC's transport, whose own text names C++ files; None: another error."""
+    text = str(error)
+    logger.info("%s: %s", type(error).__name__, text)
+    return "the connection to the syncer ended" if "originated at tensorpipe" in text else None
 
 
 def main(sock: socket.socket, args: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from hf_diloco.errors import AuthenticationError, MessageError
 from hf_diloco.links import child, tls
 from hf_diloco.links.channel import Channel
 from hf_diloco.links.handshake import CONTROL, keep_alive, send_document, welcome
+from hf_diloco.links.listening import join_address
 from hf_diloco.links.loop import Loop, tick_seconds
 from hf_diloco.links.relay import MAX_CONNECTIONS, relay
 
@@ -57,7 +58,8 @@ class _Door:
         self._controls: dict[int, _Control] = {}
         self._ports: dict[str, int] = {}  # gateway's port by link token
         self._relays: Counter[str] = Counter()  # data connections by link token
-        self._last_log = 0.0
+        self._last_log = -_LOG_PAUSE_SECONDS
+        self._num_unsaid = 0  # warnings since then
 
     def run(self) -> None:
         self._loop.run()
@@ -133,7 +135,7 @@ class _Door:
             if excess:
                 _shut(excess)
             try:
-                threading.Thread(target=self._serve, args=(sock, peer[0]), daemon=True).start()
+                threading.Thread(target=self._serve, args=(sock, peer[0], peer[1]), daemon=True).start()
             except RuntimeError:  # no more threads
                 self._forget_stranger(sock)
                 sock.close()
@@ -149,7 +151,8 @@ class _Door:
         with self._lock:
             self._strangers.pop(sock, None)
 
-    def _serve(self, sock: socket.socket, peer: str) -> None:
+    def _serve(self, sock: socket.socket, peer: str, port: int) -> None:
+        where = join_address(peer, port)
         try:
             sock.settimeout(_STRANGER_SECONDS)
             keep_alive(sock, self._timeout)
@@ -159,10 +162,10 @@ class _Door:
             may_speak = self._tls is None or isinstance(sock, ssl.SSLSocket) or tls.is_loopback(peer)
             kind, request = welcome(sock, self._secret, may_speak=may_speak)
         except AuthenticationError:
-            self._warn("a learner at %s came with a wrong token", peer)
+            self._warn("a learner at %s came with a wrong token", where)
             kind = b""
         except (OSError, EOFError, MessageError) as error:
-            logger.info("not let in: %s: %s", peer, error)
+            logger.info("not let in: %s: %s", where, error)
             kind = b""
         finally:
             self._forget_stranger(sock)
@@ -172,7 +175,7 @@ class _Door:
             elif kind:
                 self._data(sock, str(request.get("token")))
         except (OSError, EOFError, MessageError, queue.Empty) as error:
-            logger.info("connection of %s ended: %s", peer, error)
+            logger.info("connection of %s ended: %s", where, error)
         finally:
             sock.close()
 
@@ -219,8 +222,13 @@ class _Door:
     def _warn(self, text: str, *args: object) -> None:
         """Strangers shall not fill the log."""
         now = time.monotonic()
-        logger.log(logging.WARNING if now - self._last_log > _LOG_PAUSE_SECONDS else logging.DEBUG, text, *args)
-        self._last_log = now
+        with self._lock:
+            is_soon = now - self._last_log < _LOG_PAUSE_SECONDS
+            self._num_unsaid += is_soon
+            if is_soon:
+                return
+            num_unsaid, self._num_unsaid, self._last_log = self._num_unsaid, 0, now
+        logger.warning(text + (f" ({num_unsaid} more before it)" if num_unsaid else ""), *args)
 
 
 def _wait_for_end(sock: socket.socket) -> None:

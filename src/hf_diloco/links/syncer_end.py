@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _START_SECONDS = 120.0  # importing torch from a cold network disk takes its time
 _LEAVE_SECONDS = 0.5
 _RESTART_SECONDS = 0.2
+_SAY_AGAIN_SECONDS = 10.0
 _MAX_LINKS = 1024  # each costs two processes' worth of descriptors and some megabytes
 _MAX_NAME_CHARACTERS = 200
 
@@ -92,6 +93,7 @@ class RpcSyncerLinks:
         self._problem: Exception | None = None
         self._zygote_is_ready = self._is_over = False
         self._loop: Loop | None = None
+        self._refused, self._refused_at = "", 0.0  # what was last said of who was not let in
 
     # -------------------------------------------------------------------------------------------------- the interface
 
@@ -278,13 +280,13 @@ class RpcSyncerLinks:
 
     def _hello(self, control: int, request: dict[str, Any], peer: str) -> None:
         def refuse(text: str, kind: str = "lost") -> None:
+            self._say_refused(f"a learner at {peer} is not let in: {text}")
             refused = {"op": "decision", "control": control, "refused": text, "kind": kind}
             self._door.channel.post({**refused, "timeout": self._timeout})
 
         kinds = {"learner_id": int, "incarnation": str, "host": str, "host_key": str}
-        if any(type(request.get(name)) is not kind for name, kind in kinds.items()):
-            return refuse("the syncer did not understand the learner's request")
-        if not 0 <= request["learner_id"] < 2**31 or len(request["incarnation"]) > _MAX_NAME_CHARACTERS:
+        is_whole = all(type(request.get(name)) is kind for name, kind in kinds.items())
+        if not is_whole or not 0 <= request["learner_id"] < 2**31 or len(request["incarnation"]) > _MAX_NAME_CHARACTERS:
             return refuse("the syncer did not understand the learner's request")
         if len(self._links) + len(self._dying) >= _MAX_LINKS:
             return refuse(f"the syncer has {_MAX_LINKS} links and takes no more")
@@ -300,6 +302,13 @@ class RpcSyncerLinks:
         if present:
             self._end(present, "replaced by a new link of the same learner")
         self._admit(_Link(next(self._numbers), control, request, peer))
+
+    def _say_refused(self, text: str) -> None:
+        """Who is refused asks again and again: the same is said once in a while."""
+        now = time.monotonic()
+        if text != self._refused or now - self._refused_at > _SAY_AGAIN_SECONDS:
+            logger.warning("[syncer] %s", text)
+            self._refused, self._refused_at = text, now
 
     def _admit(self, link: _Link) -> None:
         assert self._loop is not None

@@ -157,14 +157,20 @@ def latest_checkpoint(directory: Path) -> Checkpoint | None:
         DiLoCoError: there are some, and each is broken.
     """
     last_error: DiLoCoError | None = None
-    for path in reversed(checkpoint_paths(directory)):
+    paths = checkpoint_paths(directory)
+    for path in reversed(paths):
         try:
             return load_checkpoint(path)
         except DiLoCoError as error:
-            warnings.warn(f"{error} Falling back to the checkpoint before it.", DiLoCoWarning, stacklevel=2)
             last_error = error
+            if path != paths[0]:
+                warnings.warn(f"{error} Falling back to the checkpoint before it.", DiLoCoWarning, stacklevel=2)
     if last_error is not None:
-        raise DiLoCoError(f"{directory} holds no whole checkpoint. The last one tried: {last_error}")
+        raise DiLoCoError(
+            f"{directory} holds no whole checkpoint. The last one tried: {last_error} Bring one back from a copy, "
+            f"or go back to a checkpoint of the whole run (in {directory.parent / 'joint'}, if it was begun "
+            "with --save-every: hf-diloco syncer --go-back-to), or begin a new run in another --run-dir."
+        )
     return None
 
 
