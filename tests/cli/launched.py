@@ -27,9 +27,13 @@ from hf_diloco import DiLoCoCallback, shard_dataset
 
 
 class Pace(TrainerCallback):
-    """With --slow, a step takes a while: the run is still going on when a learner has been started again."""
+    """With --slow, a step takes a while: the run is still going on when a learner has been started again.
+
+    With --chatty, each step prints more than fits into what is left of a page on a full disk.
+    """
 
     def on_step_begin(self, *args, **kwargs) -> None:
+        print("x" * 5000 if "--chatty" in sys.argv else "", end="", flush=True)
         time.sleep(0.05 if "--slow" in sys.argv else 0)
 
 

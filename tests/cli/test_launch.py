@@ -140,7 +140,11 @@ def test_scripts_that_all_fail_end_the_run(launch):
     run.assert_nothing_left()
     output = run.output.read_text()
     assert "Learner 0 died (exit code 1)" in output
-    assert "a mistake in the script" in output  # the tail of its log
+    assert "a mistake in the script" in output  # its last lines
+    first, said, rest = output.partition("No learner of this launch is left")  # of both, if they died at once
+    assert said
+    assert first.count("The others go on") <= 1
+    assert "The others go on" not in rest
     assert "model: none" in output
 
 

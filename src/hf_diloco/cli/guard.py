@@ -5,9 +5,11 @@
 (PR_SET_CHILD_SUBREAPER). When its standard input ends, because launch closed it or is dead, or a signal tells it to,
 it sends SIGTERM to the training processes, and SIGKILL to all that is still there after the grace time, or at another
 signal. It ends when the last process is gone, with the command's exit code (128 + n for one killed by signal n).
+Its standard error is what the command prints to, a file in memory (``output.py``), and its standard output is the log
+that it copies that into.
 
 ``hf-diloco guard`` is the same for a learner that is started by hand or is the first process of a container; its
-standard input does not matter.
+standard input does not matter, and the command prints where it does.
 
 Only the standard library is loaded here: a guard costs 10 MB.
 """
@@ -25,11 +27,13 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from hf_diloco.cli.output import LogWriter
 from hf_diloco.learner.launchers import is_launcher
 
 _PR_SET_CHILD_SUBREAPER = 36
 _TICK_SECONDS = 0.1
 _LEFTOVER_SECONDS = 5.0  # for what a command that ended by itself has left running
+_LOG_SECONDS = 5.0  # for the last lines, on a disk that hangs
 _SAME_REQUEST_SECONDS = 3.0  # SIGTERM to all processes of a job, and passed on by somebody, comes twice
 _TERMINATED = 128 + signal.SIGTERM
 
@@ -40,8 +44,9 @@ class Guard:
     Args:
         command: program and arguments.
         grace_seconds: from SIGTERM (or the violent death of the command) to SIGKILL for what is left.
-        on_leash: the end of standard input is a request to stop. Otherwise this is a foreground process, and the
-            command gets a process group of its own: Ctrl-C in the terminal is for the guard alone.
+        on_leash: the end of standard input is a request to stop, and the command prints to our standard error only.
+            Otherwise this is a foreground process, and the command gets a process group of its own: Ctrl-C in the
+            terminal is for the guard alone.
         stopped_exit_code: takes the place of 0 if the command was told to stop.
     """
 
@@ -82,10 +87,11 @@ class Guard:
             if int(name) > 2 and Path("/proc/self/fd", name).exists():
                 os.set_inheritable(int(name), False)
         program = shutil.which(self._command[0]) or self._command[0]
-        no_input = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
+        no_input = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
         if self._on_leash:
-            return os.posix_spawn(program, self._command, os.environ, file_actions=no_input)
-        return os.posix_spawn(program, self._command, os.environ, file_actions=no_input, setpgroup=0)
+            one_output = (os.POSIX_SPAWN_DUP2, 2, 1)
+            return os.posix_spawn(program, self._command, os.environ, file_actions=[no_input, one_output])
+        return os.posix_spawn(program, self._command, os.environ, file_actions=[no_input], setpgroup=0)
 
     def _wait_a_tick(self) -> None:
         if not self._on_leash:
@@ -165,5 +171,15 @@ def _send(number: int, pids: Iterable[int]) -> None:
             continue
 
 
+def main() -> int:
+    """A guard on the leash of ``hf-diloco launch``. Returns its exit code."""
+    writer = LogWriter(output=2, log=1)
+    writer.start()
+    try:
+        return Guard(sys.argv[2:], float(sys.argv[1])).run()
+    finally:
+        writer.close(_LOG_SECONDS)
+
+
 if __name__ == "__main__":
-    sys.exit(Guard(sys.argv[2:], float(sys.argv[1])).run())
+    sys.exit(main())

@@ -169,17 +169,22 @@ class LocalRun:
         assert self._syncer is not None
         if text := self._syncer.look():
             self._display.message(text, style="yellow" if self._syncer.exit_code is None else "")
-        for learner_id, learner in enumerate(self._learners):
-            text = learner.look()
+        texts = [learner.look() for learner in self._learners]  # all of them, to know whether any is left
+        for learner_id, text in enumerate(texts):
             if text is None:
                 continue
-            lost = learner.exit_code not in (None, 0) and not self._num_signals
-            if lost:
-                launcher = self._launchers[learner_id]
-                again = {**self._join, "HF_DILOCO_LEARNER_ID": str(learner_id), **launcher.environment}
-                line = " ".join(f"{name}={shlex.quote(value)}" for name, value in again.items())
-                text += f"\nThe others go on. To start it again: {line} {launcher.by_hand} {shlex.join(self._script)}"
-            self._display.message(text, style="red" if lost else "")
+            lost = self._learners[learner_id].exit_code not in (None, 0) and not self._num_signals
+            what_now = f"\n{self._what_without(learner_id)}" if lost else ""
+            self._display.message(text + what_now, style="red" if lost else "")
+
+    def _what_without(self, learner_id: int) -> str:
+        """How it goes on without this learner."""
+        if self._all_learners_ended():
+            return "No learner of this launch is left; without others, started by hand, the run ends here."
+        launcher = self._launchers[learner_id]
+        again = {**self._join, "HF_DILOCO_LEARNER_ID": str(learner_id), **launcher.environment}
+        line = " ".join(f"{name}={shlex.quote(value)}" for name, value in again.items())
+        return f"The others go on. To start it again: {line} {launcher.by_hand} {shlex.join(self._script)}"
 
     def _all_learners_ended(self) -> bool:
         return all(learner.exit_code is not None for learner in self._learners)
@@ -266,6 +271,7 @@ class LocalRun:
             if item.exit_code is None:
                 item.settle()
                 self._display.message(f"{item.name} has ended ({meaning(item.exit_code or 0)}).")
+            item.child.close()
 
     def _summary(self) -> bool:
         """Say how it went; True if all is well."""

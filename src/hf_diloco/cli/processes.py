@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
+from hf_diloco.cli.output import last_lines, new_output
 from hf_diloco.errors import DiLoCoError
 
 _TAIL_LINES = 15
@@ -33,7 +33,7 @@ class Child:
 
     Args:
         command: program and arguments.
-        log: takes standard output and error.
+        log: gets standard output and error; if it cannot be written, the command goes on all the same.
         environment: of the command.
         grace_seconds: from :meth:`stop` to SIGKILL.
         keeps_alive: another child that does not see the end of its own leash before this one is gone.
@@ -57,21 +57,25 @@ class Child:
         self._leash: int
         self._leash_end, self._leash = os.pipe()
         self._kept_alive = [keeps_alive._leash] if keeps_alive else []
+        self._output = -1
         try:
             self._start("wb")
         except DiLoCoError:
             self.stop()
+            self.close()
             raise
 
     def _start(self, mode: str) -> None:
         guard = [sys.executable, "-m", "hf_diloco.cli.guard", str(self.grace_seconds), *self._command]
+        self.close()
         try:
-            with self.log.open(mode) as output:
+            self._output = new_output()
+            with self.log.open(mode) as log:
                 self._guard = subprocess.Popen(
                     guard,
                     stdin=self._leash_end,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
+                    stdout=log,
+                    stderr=self._output,
                     env=self._environment,
                     start_new_session=True,
                     pass_fds=self._kept_alive,
@@ -128,10 +132,15 @@ class Child:
         except ProcessLookupError:
             return
 
-    def log_tail(self) -> str:
-        """The last lines of the log."""
-        with self.log.open("r", encoding="utf-8", errors="replace") as file:
-            return "".join(deque(file, maxlen=_TAIL_LINES)).rstrip()
+    def last_lines(self) -> str:
+        """What it has printed last since it was started, whether or not that is in the log. Not after :meth:`close`."""
+        return last_lines(self._output, _TAIL_LINES)
+
+    def close(self) -> None:
+        """Forget what it has printed; the log has it. Idempotent."""
+        if self._output >= 0:
+            os.close(self._output)
+        self._output = -1
 
 
 def clean_environment() -> dict[str, str]:

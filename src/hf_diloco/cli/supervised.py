@@ -131,7 +131,7 @@ def meaning(code: int) -> str:
 
 
 def shown_tail(child: Child) -> str:
-    """The end of its log, to be shown."""
-    tail = child.log_tail()
+    """What it has printed last, to be shown."""
+    tail = child.last_lines()
     indented = "\n".join(f"  | {line}" for line in tail.splitlines()) if tail else "  | (nothing)"
-    return f"The last lines of {child.log}:\n{indented}"
+    return f"Its last lines (more in {child.log}):\n{indented}"

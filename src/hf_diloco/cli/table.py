@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -55,7 +56,12 @@ class Display:
 
     def message(self, text: str, style: str = "") -> None:
         """Say something, above the table if there is one."""
-        self.console.print(Text(text, style=style), soft_wrap=True)
+        if self._live:
+            self.console.print(Text(text, style=style), soft_wrap=True)
+            return
+        with contextlib.suppress(OSError):  # on a full disk, say: the run is worth more than the line
+            self.console.file.write(f"{text}\n")
+            self.console.file.flush()
 
 
 def render(status: Mapping[str, Any]) -> Group:
