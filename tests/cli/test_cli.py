@@ -1,5 +1,4 @@
 import dataclasses
-import io
 import json
 import logging
 import signal
@@ -8,13 +7,10 @@ import sys
 
 import pytest
 import torch
-from rich.console import Console
 
 import hf_diloco as library
 from hf_diloco.cli.main import main
-from hf_diloco.cli.supervised import Backoff, meaning
 from hf_diloco.cli.syncer import is_loopback, join_lines, parse_listen
-from hf_diloco.cli.table import Display, plain_lines, render
 from hf_diloco.config import SyncerConfig, config_to_dict
 from hf_diloco.core.messages import Hello
 from hf_diloco.errors import ConfigError
@@ -325,97 +321,3 @@ def test_join_lines_hold_all_but_the_token(tmp_path):
     assert "and so on to HF_DILOCO_LEARNER_ID=99" in join_lines(
         "[::1]:1", directory, SyncerConfig(expected_learners=100)
     )
-
-
-# ------------------------------------------------------------------------------------------------------ the live table
-
-STATUS = {
-    "state": "training", "outer_step": 1200, "total_steps": 3000, "merges": 7, "last_participants": [0, 2],
-    "bytes_received": 1_500_000, "bytes_sent": 2e9,
-    "learners": [
-        {"learner_id": 0, "state": "training", "global_step": 1200, "loss": 2.5, "tokens_per_second": 1234.5,
-         "tokens_trained": 2000, "tokens_merged": 1500},
-        {"learner_id": 2, "state": "absent"},
-    ],
-}  # fmt: skip
-
-
-def test_a_status_as_lines():
-    run, first, second = plain_lines(STATUS)
-    assert run == (
-        "training · outer step 1,200 of 3,000 · 7 merges, the last from learners 0, 2 · in 1.5 MB, out 2,000.0 MB"
-    )
-    assert first == (
-        "  learner 0: training, step 1,200, loss 2.5000, 1,234 tokens/s, 1,500 / 2,000 (0.750) tokens merged"
-    )
-    assert second == "  learner 2: absent, step -, loss -, - tokens/s, - / - tokens merged"
-
-
-@pytest.mark.parametrize(
-    "status",
-    [
-        STATUS,
-        {"state": None, "learners": None, "last_participants": None},
-        {"state": "\x1b[31mred", "learners": [None, 3, {"learner_id": "[bold]x", "state": "[/]", "loss": "nan"}]},
-        {"outer_step": "x", "merges": [], "bytes_sent": {}, "last_participants": [None, "[red]"], "learners": {}},
-        dict.fromkeys(STATUS, float("nan")),
-    ],
-)
-def test_whatever_the_status_holds_it_is_shown(status):
-    assert "\x1b" not in "".join(plain_lines(status))
-    Console(file=io.StringIO(), width=120).print(render(status))
-
-
-def test_without_a_terminal_lines_come_when_something_changed():
-    file = io.StringIO()
-    with Display(Console(file=file, width=40)) as display:
-        display.update({})
-        display.update(STATUS)
-        display.update(STATUS, now=True)
-        display.update({**STATUS, "merges": 8})  # too soon
-        display.update({**STATUS, "merges": 9}, now=True)
-    assert file.getvalue().count("outer step") == 2
-    assert "9 merges" in file.getvalue()
-
-
-def test_on_a_terminal_there_is_a_table():
-    file = io.StringIO()
-    with Display(Console(file=file, width=120, force_terminal=True)) as display:
-        display.update(STATUS)
-        display.message("hello [bold]")
-    assert "merged / trained tokens" in file.getvalue()
-    assert "hello [bold]" in file.getvalue()
-
-
-def test_exit_codes_in_words():
-    assert [meaning(code) for code in (0, 1, 137, 255)] == [
-        "exit code 0", "exit code 1", "killed by SIGKILL", "exit code 255",
-    ]  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------------------- starting again
-
-
-def test_who_dies_again_and_again_is_started_later_each_time_and_given_up():
-    backoff = Backoff(8)
-    assert [backoff.delay(0.5) for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, None]
-    assert backoff.delay(0.5) is None
-
-
-def test_a_good_stretch_of_life_starts_the_count_anew():
-    backoff = Backoff(2)
-    assert [backoff.delay(lived) for lived in (1, 1, 300, 299, 1)] == [1, 2, 1, 2, None]
-
-
-def test_without_restarts_there_is_none():
-    assert Backoff(0).delay(1e6) is None
-
-
-def test_restarts_are_shown():
-    again = {**STATUS, "syncer_restarts": 1, "learners": [{**STATUS["learners"][0], "restarts": 3}]}
-    run, learner = plain_lines(again)
-    assert run.endswith("syncer restarted 1 times")
-    assert learner.endswith("tokens merged, 3 restarts")
-    file = io.StringIO()
-    Console(file=file, width=150).print(render(again))
-    assert "restarts" in file.getvalue()
