@@ -38,13 +38,18 @@ class Diary(TrainerCallback):
 
 def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """All parameters in full (collective, if they are sharded)."""
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters(list(model.parameters())):
+            return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     found = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kind", choices=["plain", "ddp", "fsdp2"], default="plain")
+    parser.add_argument("--kind", choices=["plain", "ddp", "fsdp2", "zero2", "zero3"], default="plain")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--result", required=True)
     parser.add_argument("--max_steps", type=int, default=200)
@@ -59,15 +64,27 @@ def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(level=logging.INFO, format=f"rank {rank} pid {os.getpid()} %(message)s")
     torch.set_num_threads(1)
-    sharding = {"fsdp": True, "fsdp_config": {"version": 2}} if options.kind == "fsdp2" else {}
+    sharding: dict[str, object] = {"use_cpu": True}
+    if options.kind == "fsdp2":
+        sharding |= {"fsdp": True, "fsdp_config": {"version": 2}}
+    elif options.kind.startswith("zero"):  # with use_cpu, accelerate leaves DeepSpeed out
+        os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"}
+        zero = {"stage": int(options.kind[-1]), "stage3_param_persistence_threshold": 100}
+        config = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "zero_optimization": zero}
+        sharding = {"deepspeed": {**config, "zero_allow_untested_optimizer": True}}
     arguments = TrainingArguments(
-        output_dir=str(options.output_dir), max_steps=options.max_steps, learning_rate=1e-3, use_cpu=True,
+        output_dir=str(options.output_dir), max_steps=options.max_steps, learning_rate=1e-3,
         per_device_train_batch_size=options.batch_size, lr_scheduler_type="cosine", report_to="none",
         logging_steps=10, save_strategy="no", disable_tqdm=True, data_seed=options.order_seed, seed=1, **sharding,
         accelerator_config={"dispatch_batches": bool(options.dispatch_batches) if options.stream else None},
     )  # fmt: skip
     if options.kind == "fsdp2":  # accelerate leaves FSDP out on a CPU, without a word
         arguments.distributed_state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    if options.kind.startswith("zero"):  # without GPUs, accelerate does not see that there are several processes
+        world_size = int(os.environ["WORLD_SIZE"])
+        arguments.distributed_state._shared_state.update(
+            num_processes=world_size, process_index=rank, local_process_index=rank
+        )
     network = model(0, options.hidden_size)
     diary = Diary(Path(f"{options.result}.rank-{rank}.jsonl"))
     trainer = Trainer(

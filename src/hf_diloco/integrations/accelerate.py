@@ -103,7 +103,10 @@ class DiLoCo:
         if link is None:
             check_token(self._plugin)
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
-            raise UnsupportedError("DeepSpeed is not supported here yet. Remove it from accelerate's configuration.")
+            raise UnsupportedError(
+                "DeepSpeed in an Accelerate loop is not supported yet. Train with transformers.Trainer and "
+                "DiLoCoCallback, or take FSDP2 (`accelerate config`)."
+            )
 
     def __enter__(self) -> DiLoCo:
         if not self._plugin.syncer:

@@ -303,8 +303,6 @@ def _check(args: TrainingArguments) -> None:
             f"Trainer would spread this learner over {args.n_gpu} GPUs with nn.DataParallel. Start it through "
             "`accelerate launch --num_processes 1`, or set CUDA_VISIBLE_DEVICES to one of them."
         )
-    if args.deepspeed_plugin is not None:
-        raise UnsupportedError("DeepSpeed is not supported yet. Remove `deepspeed` from the training arguments.")
 
 
 def _stop(args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -26,18 +27,52 @@ def warm_up(optimizer: Optimizer, num_steps: int) -> None:
     num_done = 0
     rates: list[Any] = []
 
-    def before(optimizer: Optimizer, *_: Any) -> None:
+    def before() -> None:
         rates[:] = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * (num_done + 1) / num_steps
 
-    def after(optimizer: Optimizer, *_: Any) -> None:
+    def after() -> None:
         nonlocal num_done
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         num_done += 1
         if num_done >= num_steps:
+            end()
+
+    end = _around_steps(optimizer, before, after)
+
+
+def _around_steps(optimizer: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    """Call ``before`` and ``after`` around each step, until what is returned is called.
+
+    DeepSpeed's ZeRO optimizers are none of torch's and have no hooks, and one step of theirs may be several of the
+    optimizer within: there the method is wrapped.
+    """
+    if isinstance(optimizer, Optimizer):
+        hooks = (
+            optimizer.register_step_pre_hook(lambda *_: before()),
+            optimizer.register_step_post_hook(lambda *_: after()),
+        )
+
+        def remove() -> None:
             for hook in hooks:
                 hook.remove()
 
-    hooks = (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after))
+        return remove
+    step, is_watched = optimizer.step, True
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if not is_watched:
+            return step(*args, **kwargs)
+        before()
+        result = step(*args, **kwargs)
+        after()
+        return result
+
+    def end() -> None:
+        nonlocal is_watched
+        is_watched = False  # the wrapper stays: another may be around it
+
+    optimizer.step = watched
+    return end
