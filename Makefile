@@ -23,7 +23,8 @@ test: $(STAMP)  ## under 15 minutes
 
 test-all: $(STAMP)  ## what is too long for `make test`
 	$(RUN) pip install --quiet -c constraints.txt -e '.[dev,dev-deepspeed]'
-	$(RUN) pytest -m long
+	$(RUN) pytest -m "long and not alone" -n 2 --dist worksteal
+	$(RUN) pytest -m "long and alone"
 
 lint: $(STAMP)
 	$(RUN) ruff check .

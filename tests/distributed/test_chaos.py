@@ -25,7 +25,7 @@ from hf_diloco.chaos.inject import Happening, Injector
 from hf_diloco.chaos.run import ChaosRun
 from hf_diloco.syncer.checkpoint import checkpoint_paths
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
 LONG_SECONDS = 60.0  # a fault that the test ends itself, when it has seen what it waits for
 SETTINGS = ["--num-fragments", "6", "--sync-every", "6", "--link-timeout-seconds", "5"]

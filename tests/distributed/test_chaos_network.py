@@ -17,6 +17,7 @@ from processes import SCRIPT, Process, Run, wait_until
 NEEDED = ("ip", "nft", "tc")
 pytestmark = [
     pytest.mark.distributed,
+    pytest.mark.alone,
     pytest.mark.long,
     pytest.mark.skipif(os.geteuid() != 0, reason="takes root"),
     pytest.mark.skipif(not all(map(shutil.which, NEEDED)), reason=f"takes {', '.join(NEEDED)} (iproute2, nftables)"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from processes import Run, wait_until
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
 PACE = {"step_seconds": 0.15, "max_steps": 260}
 SETTINGS = {"num_fragments": 6, "sync_every": 6, "wire_format": "bf16"}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from processes import Run, wait_until
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
 SETTINGS = {"num_fragments": 6, "sync_every": 6, "wire_format": "bf16", "checkpoint_every_seconds": 3}
 
