@@ -12,11 +12,12 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# A suite that runs in the background ignores Ctrl-C, and so would all processes that it starts.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import psutil
 import pytest
+
+# A suite that runs in the background ignores Ctrl-C, and so would all processes that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 KINDS = {"fast", "distributed", "examples"}
 _LINGER_SECONDS = 2.0
