@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
 import time
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import GatheredParameters
+from train_ranks import end_of_ranks
 from train_tiny import dataset, model
 
 from hf_diloco import DiLoCoPlugin
@@ -65,10 +65,7 @@ def main() -> None:
         held = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
     torch.save(held, f"{options.result}.rank-{rank}.pt")
     member.end()
-    dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    end_of_ranks()
 
 
 if __name__ == "__main__":

@@ -83,8 +83,8 @@ class Experiment:
         stormy = self._drive(path / "storm", faults, self._max_steps, say, show)
         calm = None
         if compare:
-            max_steps = steps_without_faults(stormy)
-            say("The same without faults" + ("" if self.script else f", for {max_steps} steps: as many merged tokens"))
+            max_steps = 0 if self.script else steps_without_faults(stormy)  # of the small script
+            say("The same without faults" + (f", for {max_steps} steps: as many merged tokens" if max_steps else ""))
             calm = self._drive(path / "calm", [], max_steps, say, show)
         report = {"seed": self.seed, "every_seconds": self.every_seconds, **judge(stormy, calm)}
         (path / "report.json").write_text(json.dumps(report, indent=2) + "\n")

@@ -66,6 +66,7 @@ def judge(storm: Record, calm: Record | None) -> dict[str, Any]:
         "left": storm.left,
     }  # fmt: skip
     if calm is not None:
+        calm_books = keep_books(calm.tape, calm.witnesses)
         last_merge_at = max((line["at"] for line in calm.tape if line["kind"] == "round"), default=calm.began_at)
         calm_window = (calm.began_at, min(calm.began_at + num_seconds, last_merge_at))  # it may have been shorter
         calm_seconds = calm_window[1] - calm_window[0]
@@ -73,7 +74,7 @@ def judge(storm: Record, calm: Record | None) -> dict[str, Any]:
         report["calm"] = {
             "seconds": calm_seconds,
             "merged_in_window": calm_merged,
-            "merged": keep_books(calm.tape, calm.witnesses).merged,
+            "merged": calm_books.merged,
             "gaps": measure.summary(measure.gaps(calm.tape, calm_window)),
             "eval_loss": final_loss(calm),
             "cpu_share": calm.cpu_share,
@@ -84,12 +85,9 @@ def judge(storm: Record, calm: Record | None) -> dict[str, Any]:
         )
     report["problems"] = [*books.errors, *storm.problems, *_problems(report)]
     if calm is not None:
-        report["problems"] += [f"without faults: {text}" for text in _of_calm(calm)]
+        wrong = [*calm_books.errors, *calm.problems, *calm.left]
+        report["problems"] += [f"without faults: {text}" for text in wrong]
     return report
-
-
-def _of_calm(calm: Record) -> list[str]:
-    return [*keep_books(calm.tape, calm.witnesses).errors, *calm.problems, *calm.left]
 
 
 def _problems(report: Mapping[str, Any]) -> list[str]:

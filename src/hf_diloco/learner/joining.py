@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from hf_diloco.config import DiLoCoPlugin
 from hf_diloco.core import messages as ms
@@ -79,10 +80,7 @@ def supply(
     for index, fragment in enumerate(fragments):
         exchange.send(ms.SupplyFragment(fragment_index=index), encode(parameters.read(fragment).result(), "fp32"))
     for name, tensor in parameters.constants():
-        message = ms.SupplyConstant(
-            name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape)
-        )
-        exchange.send(message, tensor.contiguous().view(-1).view(torch.uint8))
+        _send_tensor(exchange, ms.SupplyConstant, name, tensor)
     for name, content in files.items():
         payload = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else _EMPTY
         exchange.send(ms.SupplyFile(name=name), payload)
@@ -92,8 +90,14 @@ def supply(
 def send_statistics(exchange: Exchange, parameters: ModelParameters) -> None:
     """Send what training changes besides the trained tensors, for the final model."""
     for name, tensor in parameters.statistics():
-        message = ms.Statistic(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-        exchange.send(message, tensor.view(-1).view(torch.uint8))
+        _send_tensor(exchange, ms.Statistic, name, tensor)
+
+
+def _send_tensor(
+    exchange: Exchange, kind: type[ms.SupplyConstant] | type[ms.Statistic], name: str, tensor: Tensor
+) -> None:
+    message = kind(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+    exchange.send(message, tensor.contiguous().view(-1).view(torch.uint8))
 
 
 def check_healed(exchange: Exchange, parameters: ModelParameters) -> None:
