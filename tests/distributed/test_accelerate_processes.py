@@ -30,10 +30,11 @@ def start_loop(path: Path, name: str, environment: dict[str, str], *launcher: st
     return Process(command, path / f"{name}.log", environment)
 
 
-def learner_environment(run: Any) -> dict[str, str]:
+def learner_environment(run: Any, learner_id: int = 0) -> dict[str, str]:
     return {
+        **run._mark(),
         "HF_DILOCO_SYNCER": wait_until(lambda: run.status().get("address"), "the syncer's address"),
-        "HF_DILOCO_LEARNER_ID": "0",
+        "HF_DILOCO_LEARNER_ID": str(learner_id),
         "HF_DILOCO_TOKEN_FILE": str(run.directory / "token"),
     }
 
@@ -68,8 +69,10 @@ def flat(values: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([values[name].flatten().double() for name in sorted(values)])
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero2", "zero3"])
 def test_one_learner_of_two_ranks_is_the_plain_loop(start_run: Any, tmp_path: Path, kind: str) -> None:
+    if kind.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -e '.[dev-deepspeed]'")
     plain = start_loop(tmp_path, "plain", {}, *RANKS, max_steps=STEPS, kind=kind)
     assert plain.wait(SECONDS) == 0, plain.tail()
     run = start_run(num_fragments=4, sync_every=4, outer_lr=1.0, outer_momentum=0.0, wire_format="fp32")
@@ -94,3 +97,24 @@ def test_one_learner_of_two_ranks_is_the_plain_loop(start_run: Any, tmp_path: Pa
     assert account["steps"] == STEPS
     assert account["tokens_trained"] == sum(result["tokens"] for result in ours)
     assert account["tokens_merged"] == pytest.approx(account["tokens_trained"], abs=1)
+
+
+def test_deepspeed_learners_of_two_stages_in_one_run(start_run: Any) -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -e '.[dev-deepspeed]'")
+    run = start_run(expected_learners=2, num_fragments=4, sync_every=8, finish_wait_seconds=120)
+    for learner_id, kind in enumerate(("zero2", "zero3")):
+        run.learners[learner_id] = learner = start_loop(
+            run.path, kind, learner_environment(run, learner_id), *RANKS,
+            kind=kind, data_seed=learner_id, max_steps=40, step_seconds=0.1,
+        )  # fmt: skip
+        run._all.append(learner)
+    for learner in run.learners.values():
+        assert learner.wait(SECONDS) == 0, learner.tail()
+    assert run.syncer.wait(SECONDS) == 0, run.syncer.tail()
+    together = [line for line in run.rounds() if len(line["participants"]) == 2]
+    assert len(together) >= 8
+    saved = latest_run(RunDirectory(run.directory, create=False)).tensors()
+    for kind in ("zero2", "zero3"):
+        for rank in (0, 1):
+            held = torch.load(run.path / f"{kind}.{rank}.pt")["values"]
+            assert all(torch.equal(saved[name], held[name]) for name in saved), (kind, rank)

@@ -5,12 +5,19 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import (
+    DeepSpeedPlugin,
+    DistributedType,
+    DummyOptim,
+    DummyScheduler,
+    FullyShardedDataParallelPlugin,
+)
 from torch.utils.data import DataLoader
-from train_ranks import end_of_ranks
+from train_ranks import end_of_ranks, show_processes, use_deepspeed
 from train_ranks import values as full_values
 from train_tiny import dataset, model
 from transformers import default_data_collator, get_scheduler
@@ -18,25 +25,42 @@ from transformers import default_data_collator, get_scheduler
 from hf_diloco import DiLoCo
 
 
+def accelerator_of(kind: str) -> Accelerator:
+    """An Accelerator for a learner of this kind, on CPUs."""
+    if kind == "fsdp2":
+        # accelerate leaves FSDP out on a CPU, without a word
+        PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+        return Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin)
+    if kind.startswith("zero"):
+        config = {**use_deepspeed(int(kind[-1])), "gradient_accumulation_steps": 2}
+        show_processes(PartialState())
+        if kind == "zero3":  # optimizer and schedule from DeepSpeed's configuration, as many have them
+            schedule = {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+            config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
+            config["scheduler"] = {"type": "WarmupDecayLR", "params": schedule}
+        return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_steps=2)
+    return Accelerator(cpu=True, gradient_accumulation_steps=2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--result", type=Path, required=True)
-    parser.add_argument("--kind", choices=["plain", "ddp", "fsdp2"], default="plain")
+    parser.add_argument("--kind", choices=["plain", "ddp", "fsdp2", "zero2", "zero3"], default="plain")
+    parser.add_argument("--data_seed", type=int, default=0)
     parser.add_argument("--max_steps", type=int, default=60)
     parser.add_argument("--step_seconds", type=float, default=0.0)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    plugin = None
-    if options.kind == "fsdp2":
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-        # accelerate leaves FSDP out on a CPU, without a word
-        PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin)
-    network = model(0, 16)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    accelerator = accelerator_of(options.kind)
+    network = model(options.data_seed, 16)  # learners begin with different weights
+    optimizer: Any = torch.optim.AdamW(network.parameters(), lr=1e-3)
     size = accelerator.num_processes
-    scheduler = get_scheduler("cosine", optimizer, 4 * size, options.max_steps * size)
-    loader = DataLoader(dataset(0), batch_size=4, collate_fn=default_data_collator)
+    scheduler: Any = get_scheduler("cosine", optimizer, 4 * size, options.max_steps * size)
+    if options.kind == "zero3":
+        optimizer = DummyOptim(network.parameters(), lr=1e-3)
+        scheduler = DummyScheduler(optimizer, options.max_steps * size, 4)
+    loader = DataLoader(dataset(options.data_seed), batch_size=4, collate_fn=default_data_collator)
     start = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
     prepared = accelerator.prepare(network, optimizer, loader, scheduler)
     wrapped, optimizer, loader, scheduler = prepared

@@ -11,12 +11,25 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from accelerate.utils import DistributedType
+from peft import LoraConfig, get_peft_model
 from train_tiny import Pace, Reads, dataset, model, stream
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_diloco import DiLoCoCallback
 from hf_diloco.core.codec import digest
+
+
+KINDS = ["plain", "compile", "ddp", "lora", "fsdp2", "zero1", "zero2", "zero3"]  # "lora": of two processes
+
+
+def network_of(kind: str, hidden_size: int) -> torch.nn.Module:
+    """What a learner of this kind begins with."""
+    network = model(0, hidden_size)
+    if kind != "lora":
+        return network
+    return get_peft_model(network, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]))
 
 
 class Diary(TrainerCallback):
@@ -47,9 +60,25 @@ def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
 
 
+def use_deepspeed(stage: int) -> dict[str, object]:
+    """Have accelerate take DeepSpeed to a CPU; returns DeepSpeed's configuration."""
+    os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100},
+    }
+
+
+def show_processes(state: PartialState) -> None:
+    """Tell accelerate how many processes there are, which with DeepSpeed it does not see on CPUs."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    state._shared_state.update(num_processes=world_size, process_index=rank, local_process_index=rank)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kind", choices=["plain", "ddp", "fsdp2", "zero2", "zero3"], default="plain")
+    parser.add_argument("--kind", choices=KINDS, default="plain")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--result", required=True)
     parser.add_argument("--max_steps", type=int, default=200)
@@ -66,12 +95,12 @@ def main() -> None:
     torch.set_num_threads(1)
     sharding: dict[str, object] = {"use_cpu": True}
     if options.kind == "fsdp2":
-        sharding |= {"fsdp": True, "fsdp_config": {"version": 2}}
-    elif options.kind.startswith("zero"):  # with use_cpu, accelerate leaves DeepSpeed out
-        os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"}
-        zero = {"stage": int(options.kind[-1]), "stage3_param_persistence_threshold": 100}
-        config = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "zero_optimization": zero}
-        sharding = {"deepspeed": {**config, "zero_allow_untested_optimizer": True}}
+        sharding |= {"fsdp": True, "fsdp_config": {"version": 2, "activation_checkpointing": True}}
+    elif options.kind == "compile":
+        sharding |= {"torch_compile": True}
+    elif options.kind.startswith("zero"):
+        zero = use_deepspeed(int(options.kind[-1]))
+        sharding = {"deepspeed": {**zero, "gradient_clipping": "auto"}}
     arguments = TrainingArguments(
         output_dir=str(options.output_dir), max_steps=options.max_steps, learning_rate=1e-3,
         per_device_train_batch_size=options.batch_size, lr_scheduler_type="cosine", report_to="none",
@@ -80,12 +109,9 @@ def main() -> None:
     )  # fmt: skip
     if options.kind == "fsdp2":  # accelerate leaves FSDP out on a CPU, without a word
         arguments.distributed_state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    if options.kind.startswith("zero"):  # without GPUs, accelerate does not see that there are several processes
-        world_size = int(os.environ["WORLD_SIZE"])
-        arguments.distributed_state._shared_state.update(
-            num_processes=world_size, process_index=rank, local_process_index=rank
-        )
-    network = model(0, options.hidden_size)
+    elif options.kind.startswith("zero"):
+        show_processes(arguments.distributed_state)
+    network = network_of(options.kind, options.hidden_size)
     diary = Diary(Path(f"{options.result}.rank-{rank}.jsonl"))
     trainer = Trainer(
         model=network,

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from torch import nn
 from trainers import Recorder, make_trainer, plugin
 
 from hf_diloco.errors import DiLoCoWarning
-from hf_diloco.integrations.schedules import follow
+from hf_diloco.integrations.schedules import follow, num_steps
 from hf_diloco.integrations.transformers import DiLoCoCallback
 
 pytestmark = pytest.mark.fast
@@ -56,6 +57,42 @@ def test_schedulers_of_torch_follow_step_by_step(make):
         return optimizer.param_groups[0]["lr"]
 
     assert rates([7, 13, 13, 14]) == pytest.approx(rates(range(15)), rel=1e-12)
+
+
+@pytest.mark.long  # where DeepSpeed is
+@pytest.mark.parametrize(("kind", "options"), [
+    ("WarmupLR", {"warmup_max_lr": 1e-2, "warmup_num_steps": 5}),
+    ("WarmupDecayLR", {"total_num_steps": 24, "warmup_max_lr": 1e-2, "warmup_num_steps": 5}),
+    ("WarmupCosineLR", {"total_num_steps": 24, "warmup_num_steps": 5}),
+    ("LRRangeTest", {"lr_range_test_step_size": 4}),
+    ("OneCycle", {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 6}),
+])  # fmt: skip
+def test_schedulers_of_deepspeed(kind, options):
+    """Their engine steps them after each update, and what a learner has done may be ahead of it."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -e '.[dev-deepspeed]'")
+    from deepspeed.runtime import lr_schedules
+
+    def start():
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-3)
+        scheduler = getattr(lr_schedules, kind)(optimizer, **options)
+        return DeepSpeedSchedulerWrapper(scheduler, optimizer), scheduler, optimizer.param_groups[0]
+
+    wrapper, scheduler, group = start()
+    rates = [group["lr"]]  # by number of steps done
+    for _ in range(24):
+        scheduler.step()
+        rates.append(group["lr"])
+    assert len(set(rates)) > 5
+
+    wrapper, scheduler, group = start()
+    follow(wrapper, 0)
+    assert group["lr"] == rates[0]
+    for before, after in [(0, 7), (8, 8), (9, 13), (14, 15), (16, 24)]:
+        if before:
+            scheduler.step()
+            assert num_steps(wrapper) == before
+        follow(wrapper, after)
+        assert (num_steps(wrapper), group["lr"]) == (after, rates[after])
 
 
 @pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy"])

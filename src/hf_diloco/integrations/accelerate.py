@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import nn
 
@@ -20,6 +21,7 @@ from hf_diloco.integrations.membership import Membership, check_token, inner_opt
 from hf_diloco.integrations.schedules import num_steps, warn_if_stuck
 from hf_diloco.learner.data import data_seed
 from hf_diloco.learner.lease import lease_of
+from hf_diloco.learner.optimizer_steps import around_steps
 from hf_diloco.links.base import LearnerLink
 
 logger = logging.getLogger(__name__)
@@ -102,10 +104,10 @@ class DiLoCo:
             return
         if link is None:
             check_token(self._plugin)
-        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        if accelerator.distributed_type == DistributedType.DEEPSPEED and not isinstance(optimizer, AcceleratedOptimizer):
             raise UnsupportedError(
-                "DeepSpeed in an Accelerate loop is not supported yet. Train with transformers.Trainer and "
-                "DiLoCoCallback, or take FSDP2 (`accelerate config`)."
+                f"DiLoCo got an optimizer ({type(optimizer).__name__}) that does not know of DeepSpeed's steps. Pass "
+                "model, optimizer and scheduler as accelerator.prepare gave them back."
             )
 
     def __enter__(self) -> DiLoCo:
@@ -126,7 +128,7 @@ class DiLoCo:
             self._order_data(member)
             warn_if_stuck(self._scheduler, stacklevel=2)
             self._began_at = num_steps(self._scheduler)
-            self._hook = inner_optimizer(self._optimizer).register_step_post_hook(self._count)
+            self._stop_counting = around_steps(inner_optimizer(self._optimizer), after=self._count)
         except BaseException:  # then there is no __exit__
             member.end()
             raise
@@ -245,8 +247,9 @@ class DiLoCo:
                 return
         self._accelerator.register_for_checkpointing(self)
 
-    def _count(self, *_: Any) -> None:
-        self._num_updates += 1
+    def _count(self) -> None:
+        if not getattr(inner_optimizer(self._optimizer), "overflow", False):  # DeepSpeed's, with fp16
+            self._num_updates += 1
 
     def _order_data(self, member: Membership) -> None:
         assert self._plugin.learner_id is not None
@@ -287,5 +290,5 @@ class DiLoCo:
 
     def _close(self, member: Membership) -> None:
         self._is_open = False
-        self._hook.remove()
+        self._stop_counting()
         member.end()

@@ -7,6 +7,7 @@ from typing import Any
 
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
+from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from hf_diloco.errors import DiLoCoWarning
@@ -14,24 +15,27 @@ from hf_diloco.errors import DiLoCoWarning
 
 def follow(scheduler: Any, global_step: int) -> None:
     """Set the learning rate to that of ``global_step``, as if that many updates had been made."""
-    scheduler, steps_per_update = _unwrap(scheduler)
-    last_epoch = global_step * steps_per_update
-    if not _can_follow(scheduler) or scheduler.last_epoch == last_epoch:
+    has_made, (scheduler, steps_per_update) = num_steps(scheduler), _unwrap(scheduler)
+    to_make = global_step * steps_per_update
+    if has_made is None or has_made == to_make:
+        return
+    if _is_deepspeeds_own(scheduler):
+        scheduler.step(to_make - 1)
         return
     with warnings.catch_warnings():
         # torch warns when a scheduler steps before its optimizer ever did; here that is what is meant.
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
         if isinstance(scheduler, LambdaLR):  # a function of the step alone: all of Trainer's schedules but two
-            scheduler.last_epoch = last_epoch - 1
+            scheduler.last_epoch = to_make - 1
             scheduler.step()
         else:
-            while scheduler.last_epoch < last_epoch:  # each value is made from the one before
+            while scheduler.last_epoch < to_make:  # each value is made from the one before
                 scheduler.step()
 
 
 def warn_if_stuck(scheduler: Any, *, stacklevel: int) -> bool:
     """Warn of a scheduler that cannot follow the run; returns whether it did."""
-    if scheduler is None or _can_follow(_unwrap(scheduler)[0]):
+    if scheduler is None or num_steps(scheduler) is not None:
         return False
     warnings.warn(
         f"the learning rate of {type(scheduler).__name__} follows this learner's own metrics and not the run's step: a "
@@ -44,19 +48,23 @@ def warn_if_stuck(scheduler: Any, *, stacklevel: int) -> bool:
 
 
 def num_steps(scheduler: Any) -> int | None:
-    """How often it has stepped; None if it cannot follow the run, or there is none."""
+    """How often it has stepped; None if there is none, or if its rate depends on what the loss did (plateau, greedy)."""
     scheduler = _unwrap(scheduler)[0]
-    return scheduler.last_epoch if _can_follow(scheduler) else None
+    if _is_deepspeeds_own(scheduler):
+        return int(scheduler.last_batch_iteration) + 1
+    is_of_steps = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
+    return scheduler.last_epoch if is_of_steps else None
 
 
-def _can_follow(scheduler: Any) -> bool:
-    """Whether its learning rate depends on steps alone, and not on what the loss did (plateau, greedy)."""
-    return isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
+def _is_deepspeeds_own(scheduler: Any) -> bool:
+    """Whether it is one of those that DeepSpeed's configuration names: WarmupLR, OneCycle, ..."""
+    return hasattr(scheduler, "last_batch_iteration")
 
 
 def _unwrap(scheduler: Any) -> tuple[Any, int]:
-    """The scheduler of torch, and how many of its steps belong to one update: Accelerate's makes one a process."""
+    """The scheduler itself, and how many of its steps belong to one update: Accelerate's makes one a process."""
     if not isinstance(scheduler, AcceleratedScheduler):
         return scheduler, 1
-    once = scheduler.split_batches or not scheduler.step_with_optimizer
+    by_engine = isinstance(scheduler, DeepSpeedSchedulerWrapper)
+    once = by_engine or scheduler.split_batches or not scheduler.step_with_optimizer
     return scheduler.scheduler, 1 if once else AcceleratorState().num_processes

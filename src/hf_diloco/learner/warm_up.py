@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
+
+from hf_diloco.learner.optimizer_steps import around_steps
 
 MOST_STEPS = 20  # what no warm-up costs is over after about ten (benchmarks/rejoin.py)
 
@@ -40,39 +41,4 @@ def warm_up(optimizer: Optimizer, num_steps: int) -> None:
         if num_done >= num_steps:
             end()
 
-    end = _around_steps(optimizer, before, after)
-
-
-def _around_steps(optimizer: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-    """Call ``before`` and ``after`` around each step, until what is returned is called.
-
-    DeepSpeed's ZeRO optimizers are none of torch's and have no hooks, and one step of theirs may be several of the
-    optimizer within: there the method is wrapped.
-    """
-    if isinstance(optimizer, Optimizer):
-        hooks = (
-            optimizer.register_step_pre_hook(lambda *_: before()),
-            optimizer.register_step_post_hook(lambda *_: after()),
-        )
-
-        def remove() -> None:
-            for hook in hooks:
-                hook.remove()
-
-        return remove
-    step, is_watched = optimizer.step, True
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        if not is_watched:
-            return step(*args, **kwargs)
-        before()
-        result = step(*args, **kwargs)
-        after()
-        return result
-
-    def end() -> None:
-        nonlocal is_watched
-        is_watched = False  # the wrapper stays: another may be around it
-
-    optimizer.step = watched
-    return end
+    end = around_steps(optimizer, before=before, after=after)
