@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -51,6 +52,20 @@ def no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
         _kill(process)
     psutil.wait_procs(list(left), timeout=10)
     assert not shown, "processes left behind (killed now):\n  " + "\n  ".join(shown)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """A command that is run in this process sets up logging for good, to a stream that is this test's only."""
+    root, ours = logging.getLogger(), logging.getLogger("hf_diloco")
+    handlers, levels = list(root.handlers), (root.level, ours.level)
+    yield
+    for handler in set(root.handlers) - set(handlers):
+        root.removeHandler(handler)
+        handler.close()
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
+    logging.captureWarnings(False)
 
 
 @pytest.fixture(autouse=True)

@@ -90,6 +90,7 @@ def test_three_kinds_of_learners_in_one_run(start_run: Any) -> None:
         assert all(torch.equal(saved[name], held[name]) for name in saved), kind
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's
 @pytest.mark.parametrize("kind", [kind for kind in train_ranks.KINDS if kind != "plain"])
 def test_alone_it_is_plain_training(start_run: Any, tmp_path: Path, kind: str) -> None:
     if kind.startswith("zero"):

@@ -36,9 +36,10 @@ def accelerator_of(kind: str) -> Accelerator:
         config = {**use_deepspeed(int(kind[-1])), "gradient_accumulation_steps": 2}
         show_processes(PartialState())
         if kind == "zero3":  # optimizer and schedule from DeepSpeed's configuration, as many have them
-            schedule = {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
-            config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
-            config["scheduler"] = {"type": "WarmupDecayLR", "params": schedule}
+            names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+            config["scheduler"] = {"type": "WarmupDecayLR", "params": dict.fromkeys(names, "auto")}
+            params = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
+            config["optimizer"] = {"type": "AdamW", "params": params}
         return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_steps=2)
     return Accelerator(cpu=True, gradient_accumulation_steps=2)
 

@@ -20,7 +20,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_diloco import DiLoCoCallback
 from hf_diloco.core.codec import digest
 
-
 KINDS = ["plain", "compile", "ddp", "lora", "fsdp2", "zero1", "zero2", "zero3"]  # "lora": of two processes
 
 

@@ -110,6 +110,17 @@ def test_a_process_of_the_link_is_lost(pair: tuple, role: str, number: int) -> N
     eventually(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, "the old one has gone")
 
 
+def test_why_a_link_was_dropped_is_known_although_the_door_says_so_late(pair: tuple) -> None:
+    syncer, link = pair
+    (door,) = (process for process in descendants("hf_diloco.links.door") if process.ppid() == os.getpid())
+    (gateway,) = forks_of("gateway")
+    door.suspend()
+    syncer.drop(0, "for the test")
+    eventually(lambda: not gateway.is_running() or gateway.status() == psutil.STATUS_ZOMBIE, "the gateway has gone")
+    door.resume()
+    assert until(link, LinkDown).reason == "for the test"
+
+
 @pytest.mark.parametrize("what", ["zygote courier", "zygote gateway", "door"])
 def test_a_helper_process_is_killed(pair: tuple, what: str) -> None:
     module, *role = what.split()

@@ -104,7 +104,8 @@ class DiLoCo:
             return
         if link is None:
             check_token(self._plugin)
-        if accelerator.distributed_type == DistributedType.DEEPSPEED and not isinstance(optimizer, AcceleratedOptimizer):
+        is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+        if is_deepspeed and not isinstance(optimizer, AcceleratedOptimizer):
             raise UnsupportedError(
                 f"DiLoCo got an optimizer ({type(optimizer).__name__}) that does not know of DeepSpeed's steps. Pass "
                 "model, optimizer and scheduler as accelerator.prepare gave them back."

@@ -48,7 +48,7 @@ def warn_if_stuck(scheduler: Any, *, stacklevel: int) -> bool:
 
 
 def num_steps(scheduler: Any) -> int | None:
-    """How often it has stepped; None if there is none, or if its rate depends on what the loss did (plateau, greedy)."""
+    """How often it has stepped; None if there is none, or its rate depends on what the loss did (plateau, greedy)."""
     scheduler = _unwrap(scheduler)[0]
     if _is_deepspeeds_own(scheduler):
         return int(scheduler.last_batch_iteration) + 1

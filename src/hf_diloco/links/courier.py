@@ -45,6 +45,7 @@ from hf_diloco.links.token import Token
 logger = logging.getLogger(__name__)
 
 _BULK_TIMEOUT_SECONDS = 120.0  # slow is not dead: death is for the beats to find
+_LAST_WORDS_SECONDS = 2.0
 _MAX_TELL_MESSAGES = 64
 _MAX_TELL_BYTES = 4 << 20
 _MAX_DOWNLOADS = 1000  # announced and not fetched yet; an honest syncer has one a fragment under way
@@ -114,13 +115,18 @@ class Courier:
             try:
                 self._beat()
             except Exception as error:
-                self._end(in_words(error) or f"no answer from the syncer's gateway: {str(error)[:200]}")
+                self._failed(error, "no answer from the syncer's gateway")
 
     def _guarded(self, work: Callable[[socket.socket], None], control: socket.socket) -> None:
         try:
             work(control)
         except Exception as error:
-            self._end(in_words(error) or f"{type(error).__name__} in {work.__name__.strip('_')}: {str(error)[:200]}")
+            self._failed(error, f"{type(error).__name__} in {work.__name__.strip('_')}")
+
+    def _failed(self, error: Exception, what: str) -> NoReturn:
+        """End, but let the syncer say why first, if it ended the link: its word may come after its gateway has gone."""
+        time.sleep(_LAST_WORDS_SECONDS)  # the thread that hears it ends this process
+        self._end(in_words(error) or f"{what}: {str(error)[:200]}")
 
     def _end(self, reason: str, kind: str = "lost") -> NoReturn:
         self._channel.post({"op": "ended", "kind": kind, "reason": reason})
