@@ -22,7 +22,7 @@ test: $(STAMP)  ## under 15 minutes
 	$(RUN) pytest -m "not long"
 
 test-all: $(STAMP)  ## what is too long for `make test`
-	$(RUN) pip install --quiet -c constraints.txt -e '.[dev,dev-deepspeed]'
+	$(RUN) pip install --quiet -c constraints.txt -e '.[dev,dev-long]'
 	$(RUN) pytest -m "long and not alone" -n 2 --dist worksteal
 	$(RUN) pytest -m "long and alone"
 

@@ -72,7 +72,7 @@ def flat(values: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero2", "zero3"])
 def test_one_learner_of_two_ranks_is_the_plain_loop(start_run: Any, tmp_path: Path, kind: str) -> None:
     if kind.startswith("zero"):
-        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -e '.[dev-deepspeed]'")
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -e '.[dev-long]'")
     plain = start_loop(tmp_path, "plain", {}, *RANKS, max_steps=STEPS, kind=kind)
     assert plain.wait(SECONDS) == 0, plain.tail()
     run = start_run(num_fragments=4, sync_every=4, outer_lr=1.0, outer_momentum=0.0, wire_format="fp32")
@@ -100,7 +100,7 @@ def test_one_learner_of_two_ranks_is_the_plain_loop(start_run: Any, tmp_path: Pa
 
 
 def test_deepspeed_learners_of_two_stages_in_one_run(start_run: Any) -> None:
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -e '.[dev-deepspeed]'")
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -e '.[dev-long]'")
     run = start_run(expected_learners=2, num_fragments=4, sync_every=8, finish_wait_seconds=120)
     for learner_id, kind in enumerate(("zero2", "zero3")):
         run.learners[learner_id] = learner = start_loop(

@@ -94,7 +94,7 @@ def test_three_kinds_of_learners_in_one_run(start_run: Any) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in train_ranks.KINDS if kind != "plain"])
 def test_alone_it_is_plain_training(start_run: Any, tmp_path: Path, kind: str) -> None:
     if kind.startswith("zero"):
-        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -e '.[dev-deepspeed]'")
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -e '.[dev-long]'")
     options = {"max_steps": 60, "hidden_size": 32, "batch_size": 2}
     plain = start(tmp_path, "plain", {}, kind, order_seed=data_seed(1, 0), **options)
     run = start_run(num_fragments=6, sync_every=12, outer_lr=1.0, outer_momentum=0.0, wire_format="fp32")

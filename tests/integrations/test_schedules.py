@@ -69,7 +69,7 @@ def test_schedulers_of_torch_follow_step_by_step(make):
 ])  # fmt: skip
 def test_schedulers_of_deepspeed(kind, options):
     """Their engine steps them after each update, and what a learner has done may be ahead of it."""
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -e '.[dev-deepspeed]'")
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -e '.[dev-long]'")
     from deepspeed.runtime import lr_schedules
 
     def start():

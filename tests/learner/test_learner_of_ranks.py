@@ -52,5 +52,5 @@ def test_compiled_models_and_adapters(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(600)  # DeepSpeed compiles a part of itself (with g++) when it is first used
 def test_deepspeed(tmp_path):
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -e '.[dev-deepspeed]'")
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -e '.[dev-long]'")
     assert_equal_to_one_process(tmp_path, ["zero-1", "zero-2", "zero-3", "masters-1", "masters-2", "masters-3"])
