@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,9 @@ class Run:
     def rounds(self) -> list[dict[str, Any]]:
         return [line for line in self.tape() if line["kind"] == "round"]
 
-    def start_learner(self, learner_id: int, token: str | None = None, **options: Any) -> Process:
+    def start_learner(
+        self, learner_id: int, token: str | None = None, *, launcher: Sequence[str] = (), **options: Any
+    ) -> Process:
         address = wait_until(lambda: self.status().get("address"), "the syncer's address")
         environment = {
             **self._mark(),
@@ -104,7 +106,8 @@ class Run:
             "HF_DILOCO_TOKEN_FILE": token or str(self.directory / "token"),
         }
         options = {"data_seed": learner_id, **options}
-        learner = start_script(self.path, f"learner-{learner_id}", environment, script=self._script, **options)
+        name = f"learner-{learner_id}"
+        learner = start_script(self.path, name, environment, script=self._script, launcher=launcher, **options)
         self.learners[learner_id] = learner
         self._all.append(learner)
         return learner
@@ -150,10 +153,16 @@ class Run:
 
 
 def start_script(
-    path: Path, name: str, environment: dict[str, str], *, script: Path = SCRIPT, **options: Any
+    path: Path,
+    name: str,
+    environment: dict[str, str],
+    *,
+    script: Path = SCRIPT,
+    launcher: Sequence[str] = (),
+    **options: Any,
 ) -> Process:
-    """``script`` in a process of its own; what it takes as ``--result`` is ``path/name.json``."""
+    """``script`` in a process of its own, or by a launcher; what it takes as ``--result`` is ``path/name.json``."""
     path.mkdir(parents=True, exist_ok=True)
     flags = [text for key, value in options.items() for text in (f"--{key}", str(value))]
-    command = [sys.executable, str(script), "--output_dir", str(path / "out"), "--result", str(path / f"{name}.json")]
-    return Process([*command, *flags], path / f"{name}.log", environment)
+    command = [*(launcher or [sys.executable]), str(script), "--output_dir", str(path / "out")]
+    return Process([*command, "--result", str(path / f"{name}.json"), *flags], path / f"{name}.log", environment)

@@ -12,6 +12,7 @@ import train_models
 import transformers as hf
 from processes import Run
 from safetensors.torch import load_file
+from test_ranks import SECONDS, TORCHRUN
 
 from hf_diloco.cli.export import export
 from hf_diloco.syncer.run_directory import RunDirectory
@@ -28,23 +29,23 @@ long = pytest.mark.long
 def train(start_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Trains a kind of model with two learners, and checks what holds for all of them."""
 
-    def run_to_the_end(kind: str, **options: Any) -> tuple[Run, SavedRun]:
+    def run_to_the_end(kind: str, num_processes: int = 1, **options: Any) -> tuple[Run, SavedRun]:
         monkeypatch.setenv("HF_DILOCO_NUM_SHARDS", "2")
         run = start_run(script=Path(train_models.__file__), expected_learners=2, num_fragments=4, sync_every=4)
+        for learner_id, launcher in enumerate(((), TORCHRUN if num_processes == 2 else ())):
+            run.start_learner(learner_id, launcher=launcher, kind=kind, **options)
         for learner_id in (0, 1):
-            run.start_learner(learner_id, kind=kind, **options)
-        for learner_id in (0, 1):
-            assert run.learners[learner_id].wait() == 0, run.learners[learner_id].tail()
+            assert run.learners[learner_id].wait(SECONDS) == 0, run.learners[learner_id].tail()
         assert run.syncer.wait() == 0, run.syncer.tail()
         saved = latest_run(RunDirectory(run.directory, create=False))
-        check_learners(run, saved, kind)
+        check_learners(run, saved, kind, {0: 1, 1: num_processes})
         check_export(run, saved, tmp_path / "exported")
         return run, saved
 
     return run_to_the_end
 
 
-def check_learners(run: Run, saved: SavedRun, kind: str) -> None:
+def check_learners(run: Run, saved: SavedRun, kind: str, num_processes: dict[int, int]) -> None:
     """Both were merged, both hold the global values, and their tokens were counted as this kind counts them."""
     values = saved.tensors()
     for learner_id in (0, 1):
@@ -56,7 +57,8 @@ def check_learners(run: Run, saved: SavedRun, kind: str) -> None:
         assert all(torch.equal(held[name], values[name].to(dtype)) for name in values)
     for learner in run.status()["learners"]:
         tokens = train_models.TOKENS.get(kind, train_models.NUM_TOKENS)
-        assert learner["tokens_trained"] == learner["steps"] * train_models.BATCH_SIZE * tokens
+        batch_size = train_models.BATCH_SIZE * num_processes[learner["learner_id"]]
+        assert learner["tokens_trained"] == learner["steps"] * batch_size * tokens
 
 
 def check_export(run: Run, saved: SavedRun, out: Path) -> None:
@@ -114,9 +116,18 @@ LONG_ADAPTERS = ("lora-dpo", "lora-grpo", "lora-head", "lora-quantised")
 def test_an_adapter(train: Any, kind: str, tmp_path: Path) -> None:
     if kind == "lora-quantised":
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install -e '.[dev-long]'")
-    base = tmp_path / "base"
+    check_adapter(train, kind, tmp_path / "base")
+
+
+@long
+def test_an_adapter_that_two_processes_of_a_learner_train(train: Any, tmp_path: Path) -> None:
+    check_adapter(train, "lora-sft", tmp_path / "base", num_processes=2)
+
+
+def check_adapter(train: Any, kind: str, base: Path, num_processes: int = 1) -> None:
+    """It is what the run has, as PEFT loads it; and nothing else was sent."""
     train_models.save_base(base)
-    run, saved = train(kind, base=base)
+    run, saved = train(kind, num_processes, base=base)
     model = peft.AutoPeftModelForCausalLM.from_pretrained(run.directory / "model")
     values, found = saved.tensors(), dict(model.named_parameters())
     adapter = {name for name in found if ".lora_" in name or ".modules_to_save." in name}

@@ -11,9 +11,11 @@ from typing import Any
 import datasets
 import peft
 import torch
+import torch.distributed as dist
 import transformers as hf
 import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
+from train_ranks import end_of_ranks
 from train_tiny import Pace
 
 from hf_diloco import DiLoCoCallback, shard_dataset
@@ -234,9 +236,13 @@ def main() -> None:
     }  # fmt: skip
     trainer = make_trainer(options.kind, options.base, arguments)
     trainer.train()
-    torch.save(dict(trainer.model.named_buffers()), options.result.with_suffix(".buffers.pt"))
-    torch.save(dict(ModelParameters(trainer.model).trainable), options.result.with_suffix(".pt"))
-    options.result.write_text(json.dumps({"steps": trainer.state.global_step}))  # last: who sees it may read the other
+    if trainer.is_world_process_zero():
+        torch.save(dict(trainer.model.named_buffers()), options.result.with_suffix(".buffers.pt"))
+        torch.save(dict(ModelParameters(trainer.model).trainable), options.result.with_suffix(".pt"))
+        result = {"steps": trainer.state.global_step}
+        options.result.write_text(json.dumps(result))  # last: who sees it may read the other
+    if dist.is_initialized():
+        end_of_ranks()
 
 
 if __name__ == "__main__":
