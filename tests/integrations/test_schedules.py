@@ -82,7 +82,7 @@ def test_schedulers_of_deepspeed(kind, options):
     for _ in range(24):
         scheduler.step()
         rates.append(group["lr"])
-    assert len(set(rates)) > 5
+    assert len(set(rates)) > 4
 
     wrapper, scheduler, group = start()
     follow(wrapper, 0)
