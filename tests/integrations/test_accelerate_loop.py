@@ -279,13 +279,14 @@ def test_training_again_after(start, error):
 # --------------------------------------------------------------------------------------------------- preemption, resume
 
 
-def test_preempted_saved_and_resumed(start, tmp_path):
+@pytest.mark.parametrize(("accumulate", "batch"), [(1, 8), (2, 15)], ids=["at an update", "before the update"])
+def test_preempted_saved_and_resumed(start, tmp_path, accumulate, batch):
     run = start(total_steps=40)
     checkpoint = str(tmp_path / "checkpoint")
-    loop = Loop(run, max_steps=40, own_order=True, checkpoint=checkpoint)
+    loop = Loop(run, max_steps=40, own_order=True, checkpoint=checkpoint, accumulate=accumulate)
 
     def preempt(loop):
-        if loop.updates == 8:
+        if len(loop.batches) == batch:
             os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.signal(signal.SIGTERM, lambda *_: None)
@@ -296,11 +297,11 @@ def test_preempted_saved_and_resumed(start, tmp_path):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert raised.value.code == 0
-    assert loop.updates == 8
+    assert (loop.updates, len(loop.batches)) == (8, 8 * accumulate), "what is accumulated goes into an update"
     assert run.lines("leave")[0]["reason"] == "told to stop (SIGTERM)"
     assert run.account()["tokens_merged"] == pytest.approx(loop.num_tokens, abs=1), "it was merged before it left"
 
-    again = Loop(run, max_steps=40, own_order=True)
+    again = Loop(run, max_steps=40, own_order=True, accumulate=accumulate)
     again.accelerator.load_state(checkpoint)
     assert not again.train(100)
     assert run.over()

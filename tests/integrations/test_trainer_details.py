@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_transformers_run import Run
 from trainers import Recorder, make_trainer, plugin
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_diloco.integrations.transformers import DiLoCoCallback
 
@@ -99,6 +100,65 @@ def test_the_best_model_is_not_what_stays(run):
     run.train(trainer)
     assert trainer.state.best_model_checkpoint
     assert holds_the_runs_model(trainer, run)
+
+
+class AtTheEnd(TrainerCallback):
+    """Remembers the model as it was after the last step."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.values = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:training ended early:hf_diloco.errors.DiLoCoWarning")
+def test_what_is_merged_of_a_learner_that_loads_its_best_checkpoint(run):
+    """It stops early; the run ends with what it had at its last step, and its own model is the best that it had."""
+    run = run(outer_lr=1.0, outer_momentum=0.0, wire_format="fp32")
+    last = AtTheEnd()
+    trainer = run.trainer(
+        0, last, EarlyStoppingCallback(2), max_steps=100, learning_rate=1e-2, load_best_model_at_end=True,
+        save_strategy="steps", eval_strategy="steps", eval_steps=4, save_steps=4,
+        metric_for_best_model="eval_loss", greater_is_better=True,  # so that the first checkpoint is the best
+    )  # fmt: skip
+    run.train(trainer)
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-4")
+    values, _, _ = run.syncer.model()
+    best = load_file(f"{trainer.state.best_model_checkpoint}/model.safetensors")
+    assert all(torch.equal(value, best[name]) for name, value in trainer.model.named_parameters())
+    moved = sum((last.values[name] - best[name]).square().sum() for name in values)
+    missed = sum((last.values[name] - values[name]).square().sum() for name in values)
+    assert missed < 1e-6 * moved
+
+
+class StepRates(TrainerCallback):
+    """The learning rates that the optimizer steps with, for each attempt."""
+
+    def __init__(self):
+        self.attempts = []
+
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+        rates = []
+        self.attempts.append(rates)
+        optimizer.optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+        optimizer.optimizer.register_step_post_hook(lambda *_: None)
+
+
+def test_an_attempt_in_mid_run_is_warmed_up_once(run):
+    run, rates = run(), StepRates()
+    arguments = {"max_steps": 60, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+    killed = run.trainer(0, Raises(ValueError("killed")), **arguments)
+    too_large = Raises(RuntimeError("CUDA out of memory."), step=3)
+    again = run.trainer(0, too_large, rates, auto_find_batch_size=True, **arguments)
+    run.thread.start()
+    with pytest.raises(ValueError, match="killed"):
+        killed.train()
+    killed.callback_handler.pop_callback(DiLoCoCallback)._end()  # as its process would have ended
+    again.train()
+    run.thread.join(SECONDS)
+    assert not run.thread.is_alive()
+    rising = [pytest.approx(1e-3 * step / 20) for step in range(1, 21)]
+    first, second = rates.attempts
+    assert first[:3] == rising[:3]
+    assert second[:20] == [*rising[3:], *[1e-3] * 3]
 
 
 def test_a_batch_size_that_is_too_large(run):

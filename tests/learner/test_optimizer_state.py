@@ -228,18 +228,31 @@ def test_optimizers_that_are_not_served() -> None:
 
 
 def test_a_warm_up_rises_to_the_rate_of_the_schedule() -> None:
-    trained = Trained(lambda params: torch.optim.SGD(params, lr=1.0))
+    trained = Trained(lambda params: torch.optim.Adam(params, lr=1.0, betas=(0.5, 0.75)))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(trained.optimizer, 0.5)  # each rate is made from the last one
     seen: list[float] = []
-    warm_up(trained.optimizer, 4)
+    assert warm_up(trained.optimizer) == 4
     trained.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
+    trained.optimizer.register_step_post_hook(lambda *_: None)  # others may come after that of the warm-up
     for number in range(6):
         trained.step(number)
         assert trained.optimizer.param_groups[0]["lr"] == 0.5**number
         scheduler.step()
     assert seen == [0.25, 0.5 * 0.5, 0.25 * 0.75, 0.125, 0.0625, 0.03125]
-    assert len(trained.optimizer._optimizer_step_pre_hooks) == 1
-    assert not trained.optimizer._optimizer_step_post_hooks
+
+
+def test_a_second_warm_up_replaces_the_first() -> None:
+    trained = Trained(lambda params: torch.optim.Adam(params, lr=1.0, betas=(0.5, 0.75)))
+    seen: list[float] = []
+    for num_steps in (1, 0, 6):
+        warm_up(trained.optimizer)
+        for number in range(num_steps):
+            with trained.optimizer.register_step_pre_hook(
+                lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"])
+            ):
+                trained.step(number)
+            assert trained.optimizer.param_groups[0]["lr"] == 1.0
+    assert seen == [0.25, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(("beta2", "steps"), [(0.9, 10), (0.95, 20), (0.999, MOST_STEPS), (1.0, MOST_STEPS), (0.0, 1)])

@@ -50,8 +50,8 @@ class DiLoCo:
       holds the global parameters (:attr:`holds_global`);
     - after :meth:`leave` (early stopping): it has left, the others go on, and the model keeps its local parameters;
     - by an exception, Ctrl-C too: the link is closed. Another ``with`` joins again;
-    - by SIGTERM: at the next :meth:`step` what it did is merged, it takes leave, ``save_checkpoint`` is called, and
-      ``SystemExit(0)`` raised.
+    - by SIGTERM: at the next :meth:`step` after an update what it did is merged, it takes leave, ``save_checkpoint`` is
+      called, and ``SystemExit(0)`` raised.
 
     It registers itself with ``accelerator.register_for_checkpointing``: make it before ``accelerator.load_state``, and
     load before the ``with``. Without a syncer address it does nothing, and says so once; :meth:`step` is then True.
@@ -162,7 +162,7 @@ class DiLoCo:
         while num_updates and goes_on:
             num_updates -= 1
             goes_on = member.step(loss=self._loss)
-        if member.told_to_stop:
+        if member.told_to_stop and self._accelerator.sync_gradients:  # what is accumulated goes into an update first
             self._end_preempted(member)
         if goes_on and member.save_wanted:
             self._save(member)

@@ -25,6 +25,7 @@ from hf_diloco.links.base import LearnerLink
 
 logger = logging.getLogger(__name__)
 
+_LAST_WORDS = {"train_runtime", "train_loss", "total_flos"}  # what Trainer logs when it has made its last update
 _DATA = "hf-diloco data"  # in trainer_state.json
 
 
@@ -198,6 +199,8 @@ class DiLoCoCallback(TrainerCallback):
         member = self._membership
         if member is None or logs is None:
             return
+        if logs.keys() >= _LAST_WORDS:  # Trainer may load its best checkpoint next: no parameters to be merged
+            self._end_loop(args, state, control)
         loss = logs.get("loss")
         if isinstance(loss, int | float) and math.isfinite(loss):
             self._loss = float(loss)
@@ -217,20 +220,7 @@ class DiLoCoCallback(TrainerCallback):
         member = self._membership
         if member is None:
             return
-        if not member.has_ended and not member.told_to_stop:
-            if control.should_training_stop:
-                member.leave("training ended early at this learner")
-                warnings.warn(
-                    "training ended early at this learner: what it had done is merged, and the others go on. Its model "
-                    "keeps its local parameters. The global ones are in the syncer's run directory when the run has "
-                    "ended (`model`), or by `hf-diloco export` before.",
-                    DiLoCoWarning,
-                    stacklevel=2,
-                )
-            else:  # the data ran out
-                member.finish()
-        if member.told_to_stop:
-            member.drain()
+        self._end_loop(args, state, control)  # unless this Trainer's own log has said it
         if member.holds_global and args.load_best_model_at_end and state.best_model_checkpoint:
             member.learner.restore()
             warnings.warn(
@@ -244,6 +234,27 @@ class DiLoCoCallback(TrainerCallback):
         self._end()
 
     # ------------------------------------------------------------------------------------------------- what they need
+
+    def _end_loop(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        """No more updates are made: have merged what is not, while the model holds it. Idempotent."""
+        member = self._membership
+        assert member is not None
+        if not member.has_ended and not member.told_to_stop:
+            if control.should_training_stop:
+                member.leave("training ended early at this learner")
+                best = state.best_model_checkpoint if args.load_best_model_at_end else None
+                keeps = f"is its best checkpoint ({best})" if best else "keeps its local parameters"
+                warnings.warn(
+                    "training ended early at this learner: what it had done is merged, and the others go on. Its model "
+                    f"{keeps}. The global parameters are in the syncer's run directory when the run has ended "
+                    "(`model`), or by `hf-diloco export` before.",
+                    DiLoCoWarning,
+                    stacklevel=3,
+                )
+            else:  # the data ran out
+                member.finish()
+        if member.told_to_stop:
+            member.drain()
 
     def _separate(self, args: TrainingArguments) -> None:
         """Give this learner its own directory and run name. Idempotent."""

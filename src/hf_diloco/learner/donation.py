@@ -14,13 +14,11 @@ from collections import deque
 from collections.abc import Callable
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from hf_diloco.core import messages as ms
 from hf_diloco.errors import MessageError, UnsupportedError
 from hf_diloco.learner.exchange import Exchange
 from hf_diloco.learner.optimizer_state import OptimizerState, StatePlan, piece_digest
-from hf_diloco.learner.warm_up import warm_up, warm_up_steps
 
 logger = logging.getLogger(__name__)
 
@@ -259,12 +257,11 @@ class Recipient:
 def take_state(
     learner_id: int,
     exchange: Exchange,
-    optimizer: Optimizer,
     state: OptimizerState | None,
     boundary: Callable[[], object],
     interrupted: Callable[[], bool],
 ) -> ms.StateTaken:
-    """Give an optimizer that begins in mid-run the best there is: its own state, else a peer's, else a warm-up."""
+    """Give an optimizer that begins in mid-run its own state, else a peer's; else it needs a warm-up, which is said."""
     if state is None:
         taken = ms.StateTaken(source="warm-up", reason="its optimizer is not one of torch.optim over the model")
     elif not state.is_empty:
@@ -278,8 +275,6 @@ def take_state(
     elif taken.source == "own":
         text = taken.reason or "its own, as it was saved"
     else:
-        num_steps = warm_up_steps(optimizer)
-        warm_up(optimizer, num_steps)
-        text = f"none ({taken.reason}), so its learning rate is warmed up over {num_steps} steps"
+        text = f"none ({taken.reason})"
     logger.info("[learner %d] state of the inner optimizer: %s", learner_id, text)
     return taken

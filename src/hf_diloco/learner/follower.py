@@ -52,8 +52,8 @@ class Follower(Rank):
             self._lease.move(shard)
         if takes_state:
             self._follow()
-            assert self._optimizer is not None
-            receive_state(self._ranks, self._optimizer, self._optimizer_state)
+            if receive_state(self._ranks, self._optimizer_state) == "warm-up":
+                self._warm_up()
         return not self.interrupted
 
     def step(self, tokens: int, *, loss: float | None = None, data_digest: tuple[int, ...] | None = None) -> bool:
@@ -83,10 +83,6 @@ class Follower(Rank):
         """Go on with rank 0 until that has taken leave."""
         self._follow()
         self._ranks.share(None)
-
-    def close(self) -> None:
-        """End. Idempotent."""
-        self._ranks.close()
 
     def _follow(self) -> Word:
         """Boundary after boundary, until rank 0 says how its loop ended."""

@@ -156,11 +156,10 @@ class Learner(Rank):
 
     def _take_state(self) -> None:
         """Give the inner optimizer the best state there is, on all ranks."""
-        assert self._optimizer is not None
         state, taken, failure = self._optimizer_state, None, None
         try:
             taken = take_state(
-                self.learner_id, self._exchange, self._optimizer, state,
+                self.learner_id, self._exchange, state,
                 lambda: self._boundary(self._plan()), lambda: self.interrupted,
             )  # fmt: skip
         except Exception as error:  # the other ranks are to hear of it before it is raised
@@ -173,6 +172,8 @@ class Learner(Rank):
 
         self._until(ended)
         assert taken is not None
+        if taken.source == "warm-up":
+            self._warm_up()
         self._exchange.send(taken)
         send_state(self._ranks, taken, state)
 
@@ -221,8 +222,7 @@ class Learner(Rank):
         Args:
             tokens: trained in this step.
             loss: the last training loss, for people who watch.
-            data_digest: hashes of examples that were read, if there are new ones, to find learners that read the same
-                data.
+            data_digest: hashes of examples that were read, if there are new ones, to find others that read the same.
 
         Returns:
             False when training should end: ``global_step`` has reached ``total_steps``, or the syncer says so. Then
@@ -336,8 +336,8 @@ class Learner(Rank):
     def _waits_for_release(self) -> Word:
         exchange = self._exchange
         if exchange.released is not None:
-            yet_to_apply = [local for local in exchange.fragments if local.ready is not None]
-            return Word.DONE if self._ranks.is_idle and not yet_to_apply else Word.GO_ON
+            is_done = self._ranks.is_idle and all(local.ready is None for local in exchange.fragments)
+            return Word.DONE if is_done else Word.GO_ON
         if self.interrupted:
             return Word.GIVE_UP
         exchange.check()
@@ -394,6 +394,6 @@ class Learner(Rank):
         self._ranks.share(b"")  # the others stay until nothing is on its way from them any more
 
     def close(self) -> None:
-        """End the link without a word, as after an exception; the syncer counts this learner as absent. Idempotent."""
+        """As a rank does; and the link."""
         self._exchange.close()
-        self._ranks.close()
+        super().close()

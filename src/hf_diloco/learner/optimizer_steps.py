@@ -11,36 +11,30 @@ from torch.optim import Optimizer
 def around_steps(
     optimizer: Any, *, before: Callable[[], None] = lambda: None, after: Callable[[], None]
 ) -> Callable[[], None]:
-    """Call ``before`` and ``after`` around each step, until what is returned is called.
+    """Call ``before`` and ``after`` around each step, until what is returned is called, in a step or between two.
 
-    DeepSpeed's ZeRO optimizers are none of torch's and have no hooks, and one step of theirs may be several of the
-    optimizer within: there the method is wrapped. It is also called for a step that is then skipped, because gradients
-    overflowed.
+    They are also called for a step that is then skipped inside, because gradients overflowed. DeepSpeed's ZeRO
+    optimizers are none of torch's and have no hooks, and one step of theirs may be several of the optimizer within:
+    there the method is wrapped.
     """
+    calls: list[Callable[[], None]] = [before, after]
+
+    def call(index: int) -> None:
+        if calls:
+            calls[index]()
+
     if isinstance(optimizer, Optimizer):
-        hooks = (
-            optimizer.register_step_pre_hook(lambda *_: before()),
-            optimizer.register_step_post_hook(lambda *_: after()),
-        )
+        optimizer.register_step_pre_hook(lambda *_: call(0))
+        optimizer.register_step_post_hook(lambda *_: call(1))
+    else:
+        step = optimizer.step
 
-        def remove() -> None:
-            for hook in hooks:
-                hook.remove()
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            call(0)
+            result = step(*args, **kwargs)
+            call(1)
+            return result
 
-        return remove
-    step, is_watched = optimizer.step, True
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        if not is_watched:
-            return step(*args, **kwargs)
-        before()
-        result = step(*args, **kwargs)
-        after()
-        return result
-
-    def end() -> None:
-        nonlocal is_watched
-        is_watched = False  # the wrapper stays: another may be around it
-
-    optimizer.step = watched
-    return end
+        optimizer.step = watched
+    # Hooks and wrapper stay: torch may be on its way through its hooks, and another wrapper may be around this one.
+    return calls.clear

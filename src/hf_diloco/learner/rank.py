@@ -18,6 +18,7 @@ from hf_diloco.learner.optimizer_state import optimizer_state
 from hf_diloco.learner.parameters import ModelParameters
 from hf_diloco.learner.ranks import Ranks
 from hf_diloco.learner.snapshots import Snapshot
+from hf_diloco.learner.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,16 @@ class Rank(ABC):
             value = self._value(index)
             self._ranks.share_tensor(value)
             self._parameters.write_(fragment, value)
+
+    def close(self) -> None:
+        """End the link without a word, as after an exception; the syncer counts this learner as absent. Idempotent."""
+        self._ranks.close()
+
+    def _warm_up(self) -> None:
+        """Warm up the inner learning rate: the optimizer begins without state."""
+        assert self._optimizer is not None
+        num_steps = warm_up(self._optimizer)
+        logger.info("[learner %d] its learning rate is warmed up over %d steps", self.learner_id, num_steps)
 
     # ------------------------------------------------------------------------------------------------ step boundaries
 

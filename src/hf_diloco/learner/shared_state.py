@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 
 import torch
-from torch.optim import Optimizer
 
 from hf_diloco.core import messages as ms
 from hf_diloco.learner.optimizer_state import OptimizerState
 from hf_diloco.learner.ranks import Ranks
-from hf_diloco.learner.warm_up import warm_up, warm_up_steps
 
 
 def send_state(ranks: Ranks, taken: ms.StateTaken, state: OptimizerState | None) -> None:
@@ -26,12 +24,10 @@ def send_state(ranks: Ranks, taken: ms.StateTaken, state: OptimizerState | None)
             ranks.share_tensor(state.read(piece).result())
 
 
-def receive_state(ranks: Ranks, optimizer: Optimizer, state: OptimizerState | None) -> None:
-    """Have the same as rank 0, whose optimizer is of the same kind."""
+def receive_state(ranks: Ranks, state: OptimizerState | None) -> str:
+    """Have the same as rank 0, whose optimizer is of the same kind; returns where it is from."""
     facts = json.loads(ranks.share(None))
-    if facts["source"] == "warm-up":
-        warm_up(optimizer, warm_up_steps(optimizer))
-    elif facts["source"] == "peer":
+    if facts["source"] == "peer":
         assert state is not None
         state.fill()
         for piece in (plan := state.plan(facts["without"])).pieces:
@@ -39,3 +35,4 @@ def receive_state(ranks: Ranks, optimizer: Optimizer, state: OptimizerState | No
             ranks.share_tensor(content)
             state.write(piece, content)
         state.clear(plan.without)
+    return str(facts["source"])

@@ -10,6 +10,8 @@ from hf_diloco.learner.optimizer_steps import around_steps
 
 MOST_STEPS = 20  # what no warm-up costs is over after about ten (benchmarks/rejoin.py)
 
+_END = "_hf_diloco_end_warm_up"  # attribute of an optimizer, so that who comes next finds it
+
 
 def warm_up_steps(optimizer: Optimizer) -> int:
     """How many steps: as many as the second moments average over, 1 / (1 - beta2), but not more than 20.
@@ -20,12 +22,13 @@ def warm_up_steps(optimizer: Optimizer) -> int:
     return min([MOST_STEPS, *(round(1 / (1 - min(float(beta), 0.9999))) for beta in betas)])
 
 
-def warm_up(optimizer: Optimizer, num_steps: int) -> None:
-    """Multiply the learning rate of the next steps by 1/n, 2/n, ..., whatever the schedule sets it to.
+def warm_up(optimizer: Optimizer) -> int:
+    """Multiply the learning rate of the next n steps by 1/n, 2/n, ..., whatever the schedule sets it to; returns n.
 
-    Only while the step is made: what schedulers and loggers see is the schedule's own rate.
+    Only while the step is made: what schedulers and loggers see is the schedule's own rate. It goes on if the learner
+    that began it ends and another one takes the optimizer. A second one replaces it.
     """
-    num_done = 0
+    num_steps, num_done = warm_up_steps(optimizer), 0
     rates: list[Any] = []
 
     def before() -> None:
@@ -41,4 +44,7 @@ def warm_up(optimizer: Optimizer, num_steps: int) -> None:
         if num_done >= num_steps:
             end()
 
+    getattr(optimizer, _END, lambda: None)()
     end = around_steps(optimizer, before=before, after=after)
+    setattr(optimizer, _END, end)
+    return num_steps
