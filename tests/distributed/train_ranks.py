@@ -55,7 +55,8 @@ def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
         with GatheredParameters(list(model.parameters())):
             return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    named = ((name.replace("_checkpoint_wrapped_module.", ""), value) for name, value in model.named_parameters())
+    found = {name: parameter.detach() for name, parameter in named}
     return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
 
 
