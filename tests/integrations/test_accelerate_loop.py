@@ -342,6 +342,20 @@ def test_each_pass_over_a_stream_reads_the_shard_that_is_leased(start, tmp_path)
     assert lease_of(plugin(0)).shard == 1
 
 
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_each_pass_over_a_table_reads_the_shard_that_is_leased(start, tmp_path, accumulate):
+    rows = [{name: [3 + row // 12, 3 + row] for name in ("input_ids", "labels", "attention_mask")} for row in range(36)]
+    run = start(total_steps=12 // accumulate)
+    data = shard_dataset(datasets.Dataset.from_list(rows), num_shards=3, plugin=plugin(0))
+    loop = Loop(run, accumulate=accumulate, data=data, own_order=True)
+    assert not loop.train(100)  # three batches a pass, of which accelerate's last is always an update
+    assert run.over()
+    shards = [{int(number) - 3 for number in ids[:, 0]} for ids in loop.batches]
+    passes = [0, 1, 2, 0] if accumulate == 1 else [0, 1, 2]
+    assert shards == [{shard} for shard in passes for _ in range(3)]
+    assert len({int(number) for ids in loop.batches[:9] for number in ids[:, 1]}) == 36
+
+
 def test_without_a_syncer_nothing_happens_and_it_is_said_once(caplog, tmp_path):
     with caplog.at_level(logging.INFO, "hf_diloco"):
         loop = Loop()

@@ -164,10 +164,10 @@ class DiLoCo:
             goes_on = member.step(loss=self._loss)
         if member.told_to_stop and self._accelerator.sync_gradients:  # what is accumulated goes into an update first
             self._end_preempted(member)
-        if goes_on and member.save_wanted:
-            self._save(member)
         if goes_on and self._accelerator.gradient_state.end_of_dataloader:
             member.end_pass()
+        if goes_on and member.save_wanted:  # after that: with the shard that is read next
+            self._save(member)
         return goes_on
 
     def leave(self, reason: str = "training ended early at this learner") -> None:

@@ -64,7 +64,7 @@ class DiLoCoCallback(TrainerCallback):
         self._plugin = plugin or DiLoCoPlugin()
         self._make_link = link
         self._membership: Membership | None = None  # of the train() that is at work
-        self._position: ShardPosition | None = None  # in an iterable data set that was given to shard_dataset
+        self._position: ShardPosition | None = None  # in a data set that was given to shard_dataset
         self._loss: float | None = None
         self._has_warned_of_schedule = False
         self._saved_at = -1  # Trainer's step of its last checkpoint
@@ -121,9 +121,8 @@ class DiLoCoCallback(TrainerCallback):
         self._position = ShardPosition(lease, args, state) if lease is not None else None
         member.join()
         self._membership = member
-        self._order_data(args, state, train_dataloader)
-        if self._position is not None:
-            self._position.begin(state, train_dataloader)
+        epochs = self._position.begin(member, state, train_dataloader) if self._position is not None else 0
+        self._order_data(args, state, train_dataloader, epochs)
         self._has_warned_of_schedule = self._has_warned_of_schedule or warn_if_stuck(lr_scheduler, stacklevel=2)
         if trainer := trainer_above():
             put_first(trainer, self)
@@ -164,7 +163,7 @@ class DiLoCoCallback(TrainerCallback):
         train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Take the shard for the next pass over an iterable data set; no evaluation when there is no time for it."""
+        """Take the shard for the next pass over the data; no evaluation when there is no time for it."""
         if self._membership is None:
             return
         if self._membership.told_to_stop:
@@ -273,8 +272,15 @@ class DiLoCoCallback(TrainerCallback):
                 stacklevel=2,
             )
 
-    def _order_data(self, args: TrainingArguments, state: TrainerState, dataloader: Any) -> None:
-        """Give the data this learner's own order: a new one if it begins anew, the old one if Trainer resumes."""
+    def _order_data(self, args: TrainingArguments, state: TrainerState, dataloader: Any, epochs: int) -> None:
+        """Give the data this learner's own order: a new one if it begins anew, the old one if Trainer resumes.
+
+        Args:
+            args: of the Trainer.
+            state: of the Trainer.
+            dataloader: of the training data.
+            epochs: that were begun besides those that Trainer counts; samplers add the epoch to the seed.
+        """
         assert self._membership is not None
         assert self._plugin.learner_id is not None
         saved = cast(dict[str, Any], state.stateful_callbacks)  # it goes into Trainer's checkpoints and comes from them
@@ -283,7 +289,7 @@ class DiLoCoCallback(TrainerCallback):
         from_step = saved.get(_DATA, {}).get("from_step", 0)
         seed = args.seed if args.data_seed is None else args.data_seed
         # args.data_seed has been read before the first event: too late to set it
-        reseed(dataloader, data_seed(seed, self._plugin.learner_id, from_step))
+        reseed(dataloader, data_seed(seed, self._plugin.learner_id, from_step) + epochs)
 
     def _end_preempted(self, *, nobody_knows: bool = False) -> NoReturn:
         """Save this step, unless Trainer has; let the other callbacks end; end the process.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -12,8 +11,9 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from hf_diloco.config import DiLoCoPlugin
-from hf_diloco.errors import ConfigError, DiLoCoWarning, UnsupportedError
+from hf_diloco.errors import ConfigError, UnsupportedError
 from hf_diloco.learner.lease import ShardLease, lease_for
+from hf_diloco.learner.map_style import PRIVATE_NAMES, LeasedExamples, check_size, leased_table, shard_of_examples
 
 
 def shard_dataset(
@@ -22,18 +22,18 @@ def shard_dataset(
     """The shard of a training set that this learner reads; the shards are disjoint and cover it.
 
     Call it before the dataset goes to Trainer or to a DataLoader, which then split the shard over the learner's own
-    ranks. Without a syncer (and without ``shard``) the dataset is returned as it is. A map-style dataset keeps its
-    shard; of an iterable one each pass may read another, as the syncer leases them (``docs/data.md``).
+    ranks. Without a syncer (and without ``shard``) the dataset is returned as it is. Each pass may read another shard,
+    as the syncer leases them; what is shuffled before must be shuffled with one seed at all learners
+    (``docs/data.md``).
 
     Args:
         dataset: A ``datasets.Dataset`` or a map-style torch dataset (contiguous shards), a
             ``datasets.IterableDataset`` (its files if ``num_shards`` divides their number, else every
-            ``num_shards``-th example; if you shuffle it before, use the same seed at all learners), or an iterable
-            torch dataset (every ``num_shards``-th example).
-        num_shards: Number of shards; equal at all learners. Default: ``HF_DILOCO_NUM_SHARDS``. For an iterable dataset
-            at least as large as the number of learners there will ever be; for a map-style one the number of learners,
-            since shards that belong to none of them are not read.
-        shard: Which shard, for good. Default: the learner's id modulo ``num_shards``, at first.
+            ``num_shards``-th example), or an iterable torch dataset (every ``num_shards``-th example).
+        num_shards: Number of shards; equal at all learners, and at least as large as the number of learners there will
+            ever be. Default: ``HF_DILOCO_NUM_SHARDS``.
+        shard: Which shard, for good; nobody else knows of it. Default: the learner's id modulo ``num_shards``, at
+            first.
         plugin: Where the defaults come from. Default: ``DiLoCoPlugin()``, that is, the environment.
 
     Raises:
@@ -55,9 +55,13 @@ def shard_dataset(
         raise ConfigError(
             f"shard={shard} is out of range; with num_shards={num_shards} it must be 0 to {num_shards - 1}."
         )
-    if isinstance(dataset, datasets.IterableDataset | IterableDataset):
-        return _leased(dataset, lease_for(plugin, num_shards) if shard is None else ShardLease(num_shards, shard))
-    return _take(dataset, num_shards, _home(num_shards, plugin) if shard is None else shard)
+    is_stream = isinstance(dataset, datasets.IterableDataset | IterableDataset)
+    if not is_stream:
+        _check_map_style(dataset)
+        if shard is not None:
+            return _fixed(dataset, num_shards, shard)
+    lease = lease_for(plugin, num_shards) if shard is None else ShardLease(num_shards, shard)
+    return _leased_stream(dataset, lease) if is_stream else _leased_examples(dataset, lease)
 
 
 def data_seed(seed: int, learner_id: int, from_step: int = 0) -> int:
@@ -76,33 +80,32 @@ def data_seed(seed: int, learner_id: int, from_step: int = 0) -> int:
     return int.from_bytes(digest, "big") % 2**31
 
 
-def _home(num_shards: int, plugin: DiLoCoPlugin) -> int:
-    assert plugin.learner_id is not None  # DiLoCoPlugin has checked: there is a syncer
-    if plugin.learner_id >= num_shards:
-        warnings.warn(
-            f"learner {plugin.learner_id} reads shard {plugin.learner_id % num_shards}, as another learner may: the "
-            f"training set is split into num_shards={num_shards}. Set HF_DILOCO_NUM_SHARDS above the largest learner "
-            "id, at all learners, before the run starts.",
-            DiLoCoWarning,
-            stacklevel=3,
-        )
-    return plugin.learner_id % num_shards
-
-
-def _leased(dataset: Any, lease: ShardLease) -> Any:
+def _leased_stream(dataset: Any, lease: ShardLease) -> Any:
     try:
         from hf_diloco.learner.streams import ShardOfStream, shard_of_iterable
     except ImportError as error:
-        raise UnsupportedError(
-            f"datasets {datasets.__version__} reads its sources in a way that shard_dataset does not know ({error}). "
-            "Install a version of datasets that hf-diloco was tested with (constraints.txt)."
-        ) from error
+        raise _unknown_version(error) from error
     if isinstance(dataset, datasets.IterableDataset):
         return shard_of_iterable(dataset, lease)
     return ShardOfStream(dataset, lease)
 
 
-def _take(dataset: Any, num_shards: int, shard: int) -> Any:
+def _leased_examples(dataset: Any, lease: ShardLease) -> Any:
+    if not isinstance(dataset, datasets.Dataset):
+        return LeasedExamples(dataset, lease)
+    if missing := set(PRIVATE_NAMES) - vars(dataset).keys():
+        raise _unknown_version(f"a data set without {min(missing)}")
+    return leased_table(dataset, lease)
+
+
+def _unknown_version(reason: object) -> UnsupportedError:
+    return UnsupportedError(
+        f"datasets {datasets.__version__} reads its sources in a way that shard_dataset does not know ({reason}). "
+        "Install a version of datasets that hf-diloco was tested with (constraints.txt)."
+    )
+
+
+def _check_map_style(dataset: Any) -> None:
     if isinstance(dataset, Mapping):
         names = ", ".join(map(str, list(dataset)[:4]))
         raise TypeError(
@@ -114,14 +117,10 @@ def _take(dataset: Any, num_shards: int, shard: int) -> Any:
             "datasets.IterableDataset, a torch IterableDataset, or a map-style dataset with __len__ and __getitem__. "
             "Let your dataset read its own part instead: DiLoCoPlugin().learner_id of num_shards."
         )
-    size = len(dataset)
-    if size < num_shards:
-        raise ConfigError(
-            f"the training set has {size} examples, fewer than num_shards={num_shards}: some learners would have "
-            "nothing to read. Lower num_shards (HF_DILOCO_NUM_SHARDS) or use more data."
-        )
+
+
+def _fixed(dataset: Any, num_shards: int, shard: int) -> Any:
+    check_size(len(dataset), num_shards)
     if isinstance(dataset, datasets.Dataset):
         return split_dataset_by_node(dataset, rank=shard, world_size=num_shards)
-    share, extra = divmod(size, num_shards)
-    first = shard * share + min(shard, extra)
-    return Subset(cast(Dataset[Any], dataset), range(first, first + share + (shard < extra)))
+    return Subset(cast(Dataset[Any], dataset), shard_of_examples(len(dataset), num_shards, shard))
