@@ -18,6 +18,7 @@ import psutil
 from hf_diloco.syncer.tape import read_tape
 
 SCRIPT = Path(__file__).parent / "train_tiny.py"
+SYNCER = ("-m", "hf_diloco.cli.main")
 DEADLINE_SECONDS = 120.0
 
 
@@ -67,11 +68,11 @@ class Process:
 class Run:
     """A syncer and its learners in ``path``; ``end`` kills what is left of them."""
 
-    def __init__(self, path: Path, *, script: Path = SCRIPT, **settings: Any) -> None:
+    def __init__(self, path: Path, *, script: Path = SCRIPT, syncer: Sequence[str] = SYNCER, **settings: Any) -> None:
         self.path, self._script = path, script
         self.directory = path / "run"
         flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-        command = [sys.executable, "-m", "hf_diloco.cli.main", "syncer", "--listen", "127.0.0.1:0"]
+        command = [sys.executable, *syncer, "syncer", "--listen", "127.0.0.1:0"]
         path.mkdir(parents=True, exist_ok=True)
         self._syncer_command = [*command, "--run-dir", str(self.directory), *flags]
         self.learners: dict[int, Process] = {}

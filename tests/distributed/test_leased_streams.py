@@ -86,13 +86,15 @@ def test_a_learner_that_is_killed_keeps_its_shard_and_nothing_is_left_unread(sta
     assert not [line for line in run.tape() if line["kind"] == "warning"]
 
 
-@pytest.mark.parametrize("dispatch_batches", [0, 1], ids=["each rank reads", "rank 0 reads"])
-def test_two_ranks_share_what_their_learner_leases(start_run: Any, tmp_path: Path, dispatch_batches: int) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"dispatch_batches": 0}, {"dispatch_batches": 1}, {"dispatch_batches": 0, "map_style": 1}],
+    ids=["each rank reads", "rank 0 reads", "map-style"],
+)
+def test_two_ranks_share_what_their_learner_leases(start_run: Any, tmp_path: Path, options: dict[str, int]) -> None:
     folder = write_shards(tmp_path / "shards")
     run = start_run(num_fragments=4, sync_every=4)
-    learner = start_learner(
-        run, 0, "ddp", stream=folder, dispatch_batches=dispatch_batches, batch_size=2, max_steps=4 * (NUM_SHARDS + 1)
-    )
+    learner = start_learner(run, 0, "ddp", stream=folder, batch_size=2, max_steps=4 * (NUM_SHARDS + 1), **options)
     assert learner.wait(300) == 0, learner.tail()
     lines = [(run.path / f"ddp-0-1.rank-{rank}.reads").read_text().splitlines() for rank in (0, 1)]
     steps = [[*json.loads(first), *json.loads(second)] for first, second in zip(*lines, strict=True)]

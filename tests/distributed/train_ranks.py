@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--data_seed", type=int, default=0)
     parser.add_argument("--stream", type=Path, default=None, help="folder of a streaming data set; default: bytes")
     parser.add_argument("--dispatch_batches", type=int, default=1, help="whether rank 0 reads the stream for all")
+    parser.add_argument("--map_style", type=int, default=0, help="whether that data set is a table, not a stream")
     parser.add_argument("--order_seed", type=int, default=1)
     parser.add_argument("--hidden_size", type=int, default=16)
     options = parser.parse_args()
@@ -113,10 +114,11 @@ def main() -> None:
         show_processes(arguments.distributed_state)
     network = network_of(options.kind, options.hidden_size)
     diary = Diary(Path(f"{options.result}.rank-{rank}.jsonl"))
+    shards = stream(options.stream, map_style=bool(options.map_style)) if options.stream else None
     trainer = Trainer(
         model=network,
         args=arguments,
-        train_dataset=stream(options.stream) if options.stream else dataset(options.data_seed),
+        train_dataset=shards if shards is not None else dataset(options.data_seed),
         callbacks=[Pace(options.step_seconds, -1, 0.0), DiLoCoCallback(), diary],
     )
     if options.stream:

@@ -61,10 +61,12 @@ class Reads(TrainerCallback):
             file.write(json.dumps(kwargs["input_ids"][:, :2].tolist()) + "\n")
 
 
-def stream(folder: Path) -> datasets.IterableDataset:
-    """A file for each shard, written by the test."""
+def stream(folder: Path, *, map_style: bool = False) -> datasets.Dataset | datasets.IterableDataset:
+    """A file for each shard, written by the test; as a table, if it is to be map-style."""
     files = sorted(map(str, folder.glob("*.jsonl")))
-    whole = datasets.load_dataset("json", data_files=files, split="train", streaming=True, cache_dir=str(folder))
+    whole = datasets.load_dataset(
+        "json", data_files=files, split="train", streaming=not map_style, cache_dir=str(folder)
+    )
     return shard_dataset(whole, num_shards=len(files))
 
 
@@ -93,6 +95,8 @@ def main() -> None:
     parser.add_argument("--step_seconds", type=float, default=0.0)
     parser.add_argument("--data_seed", type=int, default=0)
     parser.add_argument("--stream", type=Path, default=None, help="folder of a streaming data set; default: bytes")
+    parser.add_argument("--map_style", type=int, default=0, help="whether that data set is a table, not a stream")
+    parser.add_argument("--num_workers", type=int, default=0, help="of the DataLoader; they live on between passes")
     parser.add_argument("--order_seed", type=int, default=1)
     parser.add_argument("--model_seed", type=int, default=0)
     parser.add_argument("--hidden_size", type=int, default=16)
@@ -113,13 +117,15 @@ def main() -> None:
         learning_rate=options.learning_rate, lr_scheduler_type="cosine", use_cpu=True, report_to="none",
         logging_steps=10, save_strategy="steps" if options.save_steps else "no",
         save_steps=options.save_steps or 500, disable_tqdm=True, data_seed=options.order_seed, seed=1,
+        dataloader_num_workers=options.num_workers, dataloader_persistent_workers=options.num_workers > 0,
     )  # fmt: skip
     network = model(options.model_seed, options.hidden_size)
     start = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
+    shards = stream(options.stream, map_style=bool(options.map_style)) if options.stream else None
     trainer = Trainer(
         model=network,
         args=arguments,
-        train_dataset=stream(options.stream) if options.stream else dataset(options.data_seed),
+        train_dataset=shards if shards is not None else dataset(options.data_seed),
         callbacks=[
             Pace(options.step_seconds, options.hang_at_step, options.hang_seconds),
             DiLoCoCallback(DiLoCoPlugin()),

@@ -1,4 +1,4 @@
-"""Shards of map-style data sets: equally long, covering, moved by the lease; and what becomes of it in `datasets`' hands."""
+"""Shards of map-style data sets: equally long, covering, moved by the lease; and what `datasets` makes of them."""
 
 import copy
 import gc
@@ -29,7 +29,6 @@ KINDS = ["table", "rows of a table", "list", "torch"]
 
 def plugin(learner_id, num_shards):
     return DiLoCoPlugin(syncer="map-style:1", learner_id=learner_id, num_shards=num_shards)
-
 
 
 class Batches(torch.utils.data.Dataset):

@@ -80,7 +80,7 @@ def leased_table(dataset: datasets.Dataset, lease: ShardLease) -> LeasedTable:
     check_size(dataset.num_rows, lease.num_shards)
     same = copy.deepcopy(dataset)  # but for its tables, which are not copied; it deletes its attributes when it goes
     leased = LeasedTable.__new__(LeasedTable)
-    leased.__setstate__({**vars(same), "lease": lease})
+    leased.__setstate__({**same.__dict__, "lease": lease})
     return leased
 
 
@@ -104,15 +104,15 @@ class LeasedTable(datasets.Dataset):  # type: ignore[misc]
     @property
     def _fingerprint(self) -> str:
         # Files of a cache are named after it: those of one shard must not be taken for another's.
-        return f"{vars(self)['_fingerprint']}-shard-{self.lease.shard}-of-{self.lease.num_shards}"
+        return f"{self.__dict__['_fingerprint']}-shard-{self.lease.shard}-of-{self.lease.num_shards}"
 
     @_fingerprint.setter
     def _fingerprint(self, fingerprint: str) -> None:
-        vars(self)["_fingerprint"] = fingerprint
+        self.__dict__["_fingerprint"] = fingerprint
 
     def __del__(self) -> None:  # as datasets has it, of what this object itself holds
         for name in ("_data", "_indices", "_rows"):
-            vars(self).pop(name, None)
+            self.__dict__.pop(name, None)
 
     def map(self, *args: Any, **kwargs: Any) -> LeasedTable:
         """As of all shards, of which the result has the leased one."""
@@ -131,16 +131,16 @@ class LeasedTable(datasets.Dataset):  # type: ignore[misc]
         return self._plain(self._indices, self._fingerprint).flatten_indices(*args, **kwargs)
 
     def _whole(self) -> datasets.Dataset:
-        return self._plain(vars(self)["_indices"], vars(self)["_fingerprint"])
+        return self._plain(self.__dict__["_indices"], self.__dict__["_fingerprint"])
 
     def _plain(self, rows: Any, fingerprint: str) -> datasets.Dataset:
-        state = {name: value for name, value in vars(self).items() if name not in ("lease", "_rows")}
+        state = {name: value for name, value in self.__dict__.items() if name not in ("lease", "_rows")}
         plain = datasets.Dataset.__new__(datasets.Dataset)
         plain.__setstate__({**state, "_indices": rows, "_fingerprint": fingerprint})
         return plain
 
     def _rows_of(self, shard: int) -> Any:
-        whole = vars(self)["_indices"]
+        whole = self.__dict__["_indices"]
         size, num_shards = (self._data if whole is None else whole).num_rows, self.lease.num_shards
         examples = shard_of_examples(size, num_shards, shard)
         places = np.resize(np.arange(examples.start, examples.stop), _num_examples(size, num_shards))
