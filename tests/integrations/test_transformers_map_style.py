@@ -11,6 +11,7 @@ from trainers import make_model, plugin
 from transformers import PreTrainedTokenizerFast
 
 from hf_diloco.core import leases
+from hf_diloco.errors import DiLoCoWarning
 from hf_diloco.integrations.transformers import DiLoCoCallback
 from hf_diloco.learner.data import shard_dataset
 from hf_diloco.learner.lease import lease_of
@@ -143,6 +144,17 @@ def test_a_shard_that_another_one_took_meanwhile_is_not_read_twice(run, monkeypa
     assert {shard for shard, _ in other_read[0]} == {0}
     assert passes(again_read[: 9 - 3] + third_read) == [1, 1, 1, 1]  # from its beginning, though it was at step 3
     assert third.args.ignore_data_skip is False
+
+
+def test_a_selection_of_the_shard_is_kept_for_good_and_that_is_said(run):
+    run = run(num_shards=3)
+    trainer, read = run.reader(1, max_steps=8)
+    whole, trainer.train_dataset = trainer.train_dataset, trainer.train_dataset.shuffle(seed=0)
+    with pytest.warns(DiLoCoWarning, match="Call shard_dataset last"):
+        run.train(trainer)
+    assert passes(read) == [1, 1]
+    assert not run.lines("lease")
+    assert len(whole) == ROWS
 
 
 @pytest.mark.long  # TRL takes its time to import

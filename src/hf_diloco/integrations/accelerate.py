@@ -20,7 +20,7 @@ from hf_diloco.errors import DiLoCoError, DiLoCoWarning, UnsupportedError
 from hf_diloco.integrations.membership import Membership, check_token, inner_optimizer, reseed
 from hf_diloco.integrations.schedules import num_steps, warn_if_stuck
 from hf_diloco.learner.data import data_seed
-from hf_diloco.learner.lease import lease_of
+from hf_diloco.learner.lease import lease_of, trains_on
 from hf_diloco.learner.optimizer_steps import around_steps
 from hf_diloco.links.base import LearnerLink
 
@@ -114,6 +114,7 @@ class DiLoCo:
     def __enter__(self) -> DiLoCo:
         if not self._plugin.syncer:
             return self
+        trains_on(self._plugin, getattr(self._dataloader, "dataset", None))
         member = Membership(
             self._accelerator.unwrap_model(self._model, keep_torch_compile=False),
             self._plugin,

@@ -20,7 +20,7 @@ from hf_diloco.integrations.schedules import warn_if_stuck
 from hf_diloco.integrations.shard_position import ShardPosition
 from hf_diloco.integrations.trainer_stack import end_training, put_first, save, serves, trainer_above
 from hf_diloco.learner.data import data_seed
-from hf_diloco.learner.lease import lease_of
+from hf_diloco.learner.lease import lease_of, trains_on
 from hf_diloco.links.base import LearnerLink
 
 logger = logging.getLogger(__name__)
@@ -105,6 +105,7 @@ class DiLoCoCallback(TrainerCallback):
             return
         self.on_init_end(args, state, control)  # did not come if the callback was added later
         self._loss, self._saved_at = None, -1
+        trains_on(self._plugin, getattr(train_dataloader, "dataset", None))
         me = weakref.ref(self)  # a signal handler lives on when training raises, and this object should not
         member = Membership(
             model,

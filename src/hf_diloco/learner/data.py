@@ -47,7 +47,7 @@ def shard_dataset(
     if num_shards is None:
         raise ConfigError(
             "num_shards is not known. Set HF_DILOCO_NUM_SHARDS (or shard_dataset(num_shards=...)) to the same number "
-            "at all learners, for instance the number of learners."
+            "at all learners: at least as many as there will ever be learners."
         )
     if num_shards < 1:
         raise ConfigError(f"num_shards={num_shards} is out of range; it must be at least 1.")

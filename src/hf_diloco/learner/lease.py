@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 
+import datasets
 import torch
 
 from hf_diloco.config import DiLoCoPlugin
+from hf_diloco.errors import DiLoCoWarning
 
 
 class ShardLease:
@@ -22,6 +25,7 @@ class ShardLease:
     def __init__(self, num_shards: int, shard: int) -> None:
         self.num_shards = num_shards
         self.first_epoch = 0  # of the passes of this training: those before, if it goes on from a checkpoint
+        self.is_read = True  # by what is trained on
         self._shard = torch.tensor([shard]).share_memory_()  # type: ignore[no-untyped-call]
 
     @property
@@ -42,14 +46,34 @@ _leases: weakref.WeakValueDictionary[tuple[str | None, int | None], ShardLease] 
 
 
 def lease_of(plugin: DiLoCoPlugin) -> ShardLease | None:
-    """The lease of this learner; None if it has no data set that can change its shard."""
-    return _leases.get((plugin.syncer, plugin.learner_id))
+    """The lease of this learner; None if it has no data set that can change its shard, or trains on another."""
+    lease = _leases.get((plugin.syncer, plugin.learner_id))
+    return lease if lease is not None and lease.is_read else None
+
+
+def trains_on(plugin: DiLoCoPlugin, dataset: object) -> None:
+    """Training begins, on this data set: does it have the lease of this learner?
+
+    If not, the syncer is not to take the shards that it would lease for read. Only a plain table is known not to.
+    """
+    lease = _leases.get((plugin.syncer, plugin.learner_id))
+    if lease is None:
+        return
+    lease.is_read = type(dataset) is not datasets.Dataset
+    if not lease.is_read:
+        warnings.warn(
+            "the training set is not what shard_dataset gave, but a selection of its rows or another order of them: "
+            "this learner keeps them for good, and shards without a learner are left unread. Call shard_dataset last, "
+            "on what goes to Trainer or to the DataLoader.",
+            DiLoCoWarning,
+            stacklevel=3,
+        )
 
 
 def lease_for(plugin: DiLoCoPlugin, num_shards: int) -> ShardLease:
     """The lease of this learner; a new one on its home shard if it has none over so many shards."""
     assert plugin.learner_id is not None  # DiLoCoPlugin has checked: there is a syncer
-    lease = lease_of(plugin)
+    lease = _leases.get((plugin.syncer, plugin.learner_id))
     if lease is None or lease.num_shards != num_shards:
         lease = ShardLease(num_shards, plugin.learner_id % num_shards)
         _leases[plugin.syncer, plugin.learner_id] = lease
