@@ -1,7 +1,9 @@
 """Trainers that read leased shards of map-style data sets: who reads what, and where one goes on."""
 
+import json
 import threading
 from collections import Counter
+from pathlib import Path
 
 import datasets
 import pytest
@@ -108,6 +110,23 @@ def test_a_resumed_learner_goes_on_where_it_was(run, saved_at, dies_at, accumula
     expected = [0, 1, 0, 1, 0][: (saved_at + 9 + 3) // 4]
     assert passes(first_read[: saved_at * accumulate] + again_read) == expected
     assert again.args.ignore_data_skip is False
+
+
+def test_a_checkpoint_that_says_nothing_of_shards_is_gone_on_from_as_trainer_does(run):
+    run = run(num_shards=2)
+    first, first_read = run.reader(0, When(4, die), max_steps=200, save_strategy="steps", save_steps=3)
+    again, again_read = run.reader(0, When(11, stop), max_steps=200)
+    run.thread.start()
+    with pytest.raises(RuntimeError, match="killed"):
+        first.train()
+    callback(first)._end()
+    checkpoint = Path(first.args.output_dir, "checkpoint-3")
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    del state["stateful_callbacks"]["hf-diloco shard"]
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    again.train(resume_from_checkpoint=str(checkpoint))
+    run.thread.join(60)
+    assert passes(first_read[:3] + again_read) == [0, 1, 0]
 
 
 def test_a_shard_that_another_one_took_meanwhile_is_not_read_twice(run, monkeypatch):

@@ -39,6 +39,7 @@ def shard_dataset(
     Raises:
         ConfigError: the number of shards is unknown or out of range, or a shard would be empty.
         TypeError: the dataset can neither be indexed nor is iterable as Trainer wants it.
+        UnsupportedError: this version of datasets is not known.
     """
     plugin = plugin or DiLoCoPlugin()
     if shard is None and not plugin.syncer:

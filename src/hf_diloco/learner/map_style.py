@@ -143,6 +143,6 @@ class LeasedTable(datasets.Dataset):  # type: ignore[misc]
         whole = self.__dict__["_indices"]
         size, num_shards = (self._data if whole is None else whole).num_rows, self.lease.num_shards
         examples = shard_of_examples(size, num_shards, shard)
-        places = np.resize(np.arange(examples.start, examples.stop), _num_examples(size, num_shards))
-        rows = pa.array(places, type=pa.uint64())
+        places = np.arange(examples.start, examples.stop, dtype=np.uint64)
+        rows = pa.array(np.resize(places, _num_examples(size, num_shards)))
         return InMemoryTable.from_arrays([rows if whole is None else whole.column(0).take(rows)], names=["indices"])
