@@ -175,3 +175,13 @@ def test_notes_travel_unchanged():
     notes = ModelNotes(base_model="some/model", adapter_names={"a": "b"})
     assert ModelNotes.of({NOTES_FILE: notes.to_bytes()}) == notes
     assert ModelNotes.of({}) == ModelNotes()
+
+
+def test_an_adapter_in_bf16_gets_a_warning_that_helps(base):
+    model = adapted(base, KINDS["lora"]).to(torch.bfloat16)  # as TRL makes that of a quantised model
+    with pytest.warns(DiLoCoWarning, match=r"trainable tensors are bfloat16 .*parameter\.data\.float\(\)"):
+        ModelParameters(model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    ModelParameters(model)  # without a warning: those are errors here

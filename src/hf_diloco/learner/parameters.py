@@ -275,10 +275,12 @@ class ModelParameters:
         low = [name for name, stored in self._trainable.items() if not stored.keeps_small_updates]
         if low:
             dtype = str(self._trainable[low[0]].tensor.dtype).removeprefix("torch.")
+            remedy = "Load the model with dtype=torch.float32 and train with TrainingArguments(bf16=True) instead."
+            if self.adapter_names is not None:
+                remedy = "Before training, set parameter.data = parameter.data.float() for each of them."
             warnings.warn(
                 f"{len(low)} of {len(self._trainable)} trainable tensors are {dtype} (the first: {low[0]!r}): most "
-                "small updates are rounded away when they are written to such weights. Load the model with "
-                "dtype=torch.float32 and train with TrainingArguments(bf16=True) instead.",
+                f"small updates are rounded away when they are written to such weights. {remedy}",
                 DiLoCoWarning,
                 stacklevel=3,
             )
