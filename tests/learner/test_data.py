@@ -93,6 +93,13 @@ def test_numbers_out_of_range(num_shards, shard, message):
         shard_dataset(make("map"), num_shards=num_shards, shard=shard)
 
 
+@pytest.mark.parametrize("kind", ["list", "torch", "map", "stream", "4"])
+def test_a_shard_of_a_shard_is_refused(kind):
+    plugin = DiLoCoPlugin(syncer="localhost:29600", learner_id=1, num_shards=2)
+    with pytest.raises(ConfigError, match="one of 2 shards: .*Call it once"):
+        shard_dataset(shard_dataset(make(kind), plugin=plugin), plugin=plugin)
+
+
 def test_what_cannot_be_split_is_named():
     with pytest.raises(TypeError, match="cannot split a generator"):
         shard_dataset((number for number in range(3)), num_shards=2, shard=0)

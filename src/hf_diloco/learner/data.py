@@ -37,7 +37,7 @@ def shard_dataset(
         plugin: Where the defaults come from. Default: ``DiLoCoPlugin()``, that is, the environment.
 
     Raises:
-        ConfigError: the number of shards is unknown or out of range, or a shard would be empty.
+        ConfigError: the number of shards is unknown or out of range, a shard would be empty, or the dataset is one.
         TypeError: the dataset can neither be indexed nor is iterable as Trainer wants it.
         UnsupportedError: this version of datasets is not known.
     """
@@ -55,6 +55,11 @@ def shard_dataset(
     if shard is not None and not 0 <= shard < num_shards:
         raise ConfigError(
             f"shard={shard} is out of range; with num_shards={num_shards} it must be 0 to {num_shards - 1}."
+        )
+    if isinstance(earlier := getattr(dataset, "lease", None), ShardLease):
+        raise ConfigError(
+            f"shard_dataset got what it gave before, one of {earlier.num_shards} shards: of that, most would be left "
+            "unread. Call it once."
         )
     is_stream = isinstance(dataset, datasets.IterableDataset | IterableDataset)
     if not is_stream:
