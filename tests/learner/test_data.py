@@ -96,7 +96,7 @@ def test_numbers_out_of_range(num_shards, shard, message):
 @pytest.mark.parametrize("kind", ["list", "torch", "map", "stream", "4"])
 def test_a_shard_of_a_shard_is_refused(kind):
     plugin = DiLoCoPlugin(syncer="localhost:29600", learner_id=1, num_shards=2)
-    with pytest.raises(ConfigError, match="one of 2 shards: .*Call it once"):
+    with pytest.raises(ConfigError, match=r"one of 2 shards: .*Call it once"):
         shard_dataset(shard_dataset(make(kind), plugin=plugin), plugin=plugin)
 
 
