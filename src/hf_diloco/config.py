@@ -71,6 +71,7 @@ class SyncerConfig:
     )
 
     def __post_init__(self) -> None:
+        _require_types(self)
         for name in (
             "num_fragments",
             "sync_every",
@@ -111,6 +112,16 @@ class SyncerConfig:
         published = {"min_quorum": 1, "on_arrival": "overwrite", "num_fragments": 24, "sync_every": 24,
                      "overlap_steps": 2, "outer_lr": 0.7, "outer_momentum": 0.9}  # fmt: skip
         return cls(**{**published, **settings})
+
+
+def _require_types(config: Any) -> None:
+    """Each field is of the type that its annotation says; where a float is wanted an int is as good."""
+    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "None": (type(None),)}
+    for item in dataclasses.fields(config):
+        value, allowed = getattr(config, item.name), str(item.type).split(" | ")
+        if isinstance(value, bool) or not any(isinstance(value, kinds[name]) for name in allowed):
+            shown = type(value).__name__ if item.name == "token" else f"{value!r} ({type(value).__name__})"
+            raise ConfigError(f"{item.name} must be {' or '.join(allowed)}, not {shown}.")
 
 
 def _require(config: Any, name: str, holds: bool, allowed: str) -> None:
@@ -156,10 +167,15 @@ class DiLoCoPlugin:
             name = f"HF_DILOCO_{item.name.upper()}"
             if getattr(self, item.name) == item.default and os.environ.get(name):
                 setattr(self, item.name, _parse(name, os.environ[name], str(item.type)))
+        self.token_file = os.fspath(self.token_file) if isinstance(self.token_file, os.PathLike) else self.token_file
+        _require_types(self)
+        for name in ("join_timeout_seconds", "lost_timeout_seconds", "drain_seconds"):
+            _require(self, name, getattr(self, name) >= 0, "at least 0")
         if not self.syncer:
             return
         host, _, port = self.syncer.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        is_host = host and not any(letter in "/@" or letter.isspace() for letter in host)
+        if not is_host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ConfigError(f"syncer={self.syncer!r} is not an address; give host:port, e.g. 10.0.0.5:29600.")
         if self.learner_id is None:
             raise ConfigError(
@@ -170,8 +186,6 @@ class DiLoCoPlugin:
             raise ConfigError(f"learner_id={self.learner_id} is out of range; it must be at least 0.")
         if self.num_shards is not None and self.num_shards < 1:
             raise ConfigError(f"num_shards={self.num_shards} is out of range; it must be at least 1.")
-        if self.drain_seconds < 0:
-            raise ConfigError(f"drain_seconds={self.drain_seconds} is out of range; it must be at least 0.")
 
     def read_token(self) -> str:
         """The run's token, from ``token`` or ``token_file``.

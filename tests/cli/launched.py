@@ -8,6 +8,8 @@ from pathlib import Path
 
 if "--fail" in sys.argv:
     sys.exit("a mistake in the script")
+if "--without-us" in sys.argv:
+    sys.exit(0)
 if "--deaf" in sys.argv:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

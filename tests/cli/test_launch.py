@@ -133,6 +133,16 @@ def test_a_learner_that_is_killed_is_named_and_the_other_goes_on(launch):
     assert "Learner 0 has ended (exit code 0)" in output
 
 
+def test_scripts_that_do_not_use_hf_diloco_are_told_so(launch):
+    run = launch("--without-us")
+    assert run.wait() == 1, run.text()
+    run.assert_nothing_left()
+    output = run.output.read_text()
+    assert "waiting for learners (0 of 2 here)" in output
+    assert "No learner ever joined the run" in output
+    assert "with DiLoCo(...) as diloco:" in output.replace("\n", " ")
+
+
 @pytest.mark.long
 def test_scripts_that_all_fail_end_the_run(launch):
     run = launch("--fail")

@@ -32,6 +32,15 @@ def test_a_status_as_lines():
     assert second == "  learner 2: absent, step -, loss -, - tokens/s, - / - tokens merged"
 
 
+def test_a_run_that_waits_says_for_whom_and_how_long():
+    waiting = {"state": "waiting", "expected_learners": 3, "learners_here": 1, "starts_in_seconds": 250.4}
+    assert plain_lines(waiting)[0].startswith(
+        "waiting for learners (1 of 3 here, without the others in 250 s) · outer step"
+    )
+    assert plain_lines({**waiting, "starts_in_seconds": None})[0].startswith("waiting for learners (1 of 3 here) ·")
+    assert plain_lines({**waiting, "state": "training"})[0].startswith("training ·")
+
+
 @pytest.mark.parametrize(
     "status",
     [

@@ -224,6 +224,16 @@ def test_when_the_syncer_is_lost_the_local_model_stays(tmp_path, scripted):
     assert not holds_global(trainer.model)
 
 
+@pytest.mark.parametrize("finishes", [True, False])
+def test_an_evaluation_after_training_says_of_which_model_it_is(tmp_path, scripted, finishes):
+    scripted.finishes = finishes
+    trainer = make_trainer(tmp_path, DiLoCoCallback(plugin()))
+    assert "eval_of_global_model" not in trainer.evaluate()
+    trainer.train()
+    assert trainer.evaluate()["eval_of_global_model"] == finishes
+    assert trainer.state.log_history[-1]["eval_of_global_model"] == finishes
+
+
 def test_the_global_model_wins_over_the_best_one(tmp_path, scripted):
     trainer = make_trainer(
         tmp_path, DiLoCoCallback(plugin()), save_strategy="steps", eval_strategy="steps", eval_steps=3, save_steps=3,

@@ -293,3 +293,14 @@ def test_what_a_learner_waits_for(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert "no syncer yet at host:1: " in said[0]
     assert "linked, waiting for the syncer's answer at host:1" in said[1]
     assert "the link is down, looking for the syncer at host:1: " in said[2]
+
+
+def test_who_joins_when_the_run_is_at_its_end_does_not_go_beyond(tmp_path: Path) -> None:
+    world = World(tmp_path, num_fragments=3, total_steps=4)
+    learner = world.learner(0, steps=4)
+    assert learner.join()
+    learner.global_step = 4
+    assert not learner.step(1)
+    assert learner.global_step == 4
+    learner.finish()
+    world.join()

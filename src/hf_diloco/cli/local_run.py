@@ -290,6 +290,12 @@ class LocalRun:
         for learner in learners(status):
             name = count(learner.get("learner_id"))
             lines.append(f"learner {name}: tokens merged / trained {merged_of_trained(learner)}")
+        if self._learners and not learners(status) and not failed and not self._num_signals:
+            lines.append(
+                "No learner ever joined the run: the scripts ended without it. A script joins by DiLoCoCallback() in "
+                "the callbacks of its Trainer, whose train() it calls, or by `with DiLoCo(...) as diloco:` around its "
+                "loop."
+            )
         for item in failed:
             lines.append(f"{item.name.lower()} did not end well: {meaning(item.exit_code or 0)}; see {item.child.log}")
         lines.append(f"model: {self._directory.model}" if self._directory.model.is_dir() else "model: none")

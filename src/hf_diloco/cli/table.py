@@ -94,11 +94,20 @@ def run_line(status: Mapping[str, Any]) -> str:
     last = status.get("last_participants")
     names = ", ".join(word(item) for item in last) if isinstance(last, list) and last else "-"
     return (
-        f"{word(status.get('state'))} · outer step {count(status.get('outer_step'))} of "
+        f"{word(status.get('state'))}{start_gate(status)} · outer step {count(status.get('outer_step'))} of "
         f"{count(status.get('total_steps'))} · {count(status.get('merges'))} merges, the last from learners {names} · "
         f"in {size(status.get('bytes_received'))}, out {size(status.get('bytes_sent'))}"
         + (f" · syncer restarted {count(status['syncer_restarts'])} times" if status.get("syncer_restarts") else "")
     )
+
+
+def start_gate(status: Mapping[str, Any]) -> str:
+    """For whom a run waits that has not started."""
+    if status.get("state") != "waiting" or number(status.get("expected_learners")) is None:
+        return ""
+    seconds = number(status.get("starts_in_seconds"))
+    without = "" if seconds is None else f", without the others in {seconds:.0f} s"
+    return f" for learners ({count(status.get('learners_here'))} of {count(status['expected_learners'])} here{without})"
 
 
 def learners(status: Mapping[str, Any]) -> list[dict[str, Any]]:

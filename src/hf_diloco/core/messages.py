@@ -249,6 +249,8 @@ class Welcome:
     local_mix: float  # alpha
     wire_format: str
     averaged: tuple[str, ...]
+    expected_learners: int  # the run starts when so many hold the initial parameters ...
+    start_timeout_seconds: float  # ... or so long after the first does
 
 
 @dataclass(frozen=True, kw_only=True)

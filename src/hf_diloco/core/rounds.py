@@ -268,6 +268,17 @@ class Rounds:
                     member.training = True
                     self._actions.append(ev.StartTraining(learner_id=member.learner_id))
 
+    def start_gate(self, now: float) -> dict[str, float | None]:
+        """Who is waited for, and for how long at most, for people who watch; empty once the run has started."""
+        if self.started:
+            return {}
+        opens_at = None if self._first_healed_at is None else self._first_healed_at + self.config.start_timeout_seconds
+        return {
+            "expected_learners": self.config.expected_learners,
+            "learners_here": sum(member.linked and member.healed for member in self.members.values()),
+            "starts_in_seconds": None if opens_at is None else max(opens_at - now, 0.0),
+        }
+
     def _advance_clock(self, now: float) -> None:
         pace_setter = self.members.pace_setter(now)
         if pace_setter is None or self.phase != "training":

@@ -17,6 +17,7 @@ from torch import nn
 
 from hf_diloco.config import DiLoCoPlugin
 from hf_diloco.errors import DiLoCoError, DiLoCoWarning, UnsupportedError
+from hf_diloco.integrations.arguments import check_loop, plugin_of, updates_of
 from hf_diloco.integrations.membership import Membership, check_token, inner_optimizer, reseed
 from hf_diloco.integrations.schedules import num_steps, warn_if_stuck
 from hf_diloco.learner.data import data_seed
@@ -70,6 +71,8 @@ class DiLoCo:
         link: Makes the link to the syncer; for tests. Default: over the network, to ``plugin.syncer``.
 
     Raises:
+        TypeError: an argument is of another kind.
+        ConfigError: a value is out of range.
         UnsupportedError: this way of training cannot be served.
     """
 
@@ -87,9 +90,11 @@ class DiLoCo:
         save_checkpoint: Callable[[], str | None] | None = None,
         link: Callable[[], LearnerLink] | None = None,
     ) -> None:
-        self._plugin = plugin or DiLoCoPlugin()
+        check_loop(accelerator, model, optimizer, scheduler, save_checkpoint)
+        self._plugin = plugin_of(plugin)
         self._accelerator, self._model, self._optimizer, self._scheduler = accelerator, model, optimizer, scheduler
-        self._total_steps, self._dataloader, self._processing_class = total_steps, dataloader, processing_class
+        self._total_steps = updates_of(total_steps)
+        self._dataloader, self._processing_class = dataloader, processing_class
         self._save_checkpoint, self._make_link = save_checkpoint, link
         self._membership: Membership | None = None  # of this `with` block, or of the last one
         self._is_open = False
@@ -146,9 +151,17 @@ class DiLoCo:
         Returns:
             False when training should end: the run is over and the model holds the global parameters, or this learner
             has left.
+
+        Raises:
+            DiLoCoError: there is a syncer, and this is before the ``with`` block.
         """
         member = self._membership
         if member is None:
+            if self._plugin.syncer:
+                raise DiLoCoError(
+                    "diloco.step() before the run was joined: nothing would be synced. Put the loop into the block "
+                    "`with DiLoCo(...) as diloco:`."
+                )
             return True
         if member.has_ended or not self._is_open:
             return False

@@ -17,9 +17,11 @@ from torch import nn
 
 from hf_diloco.config import DiLoCoPlugin
 from hf_diloco.errors import DiLoCoError, DiLoCoWarning
+from hf_diloco.integrations.arguments import check_optimizer
 from hf_diloco.integrations.model_files import model_files
 from hf_diloco.integrations.schedules import follow
 from hf_diloco.learner.follower import Follower
+from hf_diloco.learner.joining import has_ended
 from hf_diloco.learner.learner import Learner
 from hf_diloco.learner.parameters import ModelParameters
 from hf_diloco.learner.preemption import Preemption
@@ -87,6 +89,7 @@ class Membership:
         self._num_tokenless: int | None = 0  # steps at the beginning without tokens; None: it counts
         self._ranks = ranks_of_this_learner()
         parameters = ModelParameters(model, self._ranks.bulk)
+        check_optimizer(self._optimizer, parameters.trainable)
         files = model_files(parameters, processing_class)
         self.learner: Learner | Follower
         if self._ranks.rank == 0:
@@ -185,6 +188,8 @@ class Membership:
         """Wait for the final global values, unless told to stop meanwhile."""
         self.holds_global = self.learner.finish(interrupted=self.preemption.requested)
         self.has_ended = self.holds_global or not self.told_to_stop
+        if self.holds_global:
+            has_ended(self._plugin.syncer)
 
     def leave(self, reason: str, *, for_good: bool = True) -> None:
         """Have merged what is not, and take leave; the others go on. The model keeps the local values."""

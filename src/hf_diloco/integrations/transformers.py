@@ -14,7 +14,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from hf_diloco.config import DiLoCoPlugin
-from hf_diloco.errors import DiLoCoWarning, UnsupportedError
+from hf_diloco.errors import ConfigError, DiLoCoWarning, UnsupportedError
+from hf_diloco.integrations.arguments import plugin_of
 from hf_diloco.integrations.membership import Membership, check_token, reseed
 from hf_diloco.integrations.schedules import warn_if_stuck
 from hf_diloco.integrations.shard_position import ShardPosition
@@ -61,13 +62,14 @@ class DiLoCoCallback(TrainerCallback):
     """
 
     def __init__(self, plugin: DiLoCoPlugin | None = None, *, link: Callable[[], LearnerLink] | None = None) -> None:
-        self._plugin = plugin or DiLoCoPlugin()
+        self._plugin = plugin_of(plugin)
         self._make_link = link
         self._membership: Membership | None = None  # of the train() that is at work
         self._position: ShardPosition | None = None  # in a data set that was given to shard_dataset
         self._loss: float | None = None
         self._has_warned_of_schedule = False
         self._saved_at = -1  # Trainer's step of its last checkpoint
+        self._ended_with_global: bool | None = None  # what train() left in the model; None before it has ended
         if not self._plugin.syncer:
             logger.info("hf-diloco is off: no syncer address (HF_DILOCO_SYNCER); training goes on without it.")
         elif link is None:
@@ -76,6 +78,7 @@ class DiLoCoCallback(TrainerCallback):
     def attach(self, trainer: Trainer) -> None:
         """Add it to a Trainer that exists already."""
         put_first(trainer, self)
+        _check_alone(trainer)
         self.on_init_end(trainer.args, trainer.state, trainer.control)
 
     # ------------------------------------------------------------------------------------------------ Trainer's events
@@ -84,6 +87,7 @@ class DiLoCoCallback(TrainerCallback):
         """Refuse what cannot work, and give this learner its own directory and run name."""
         if self._plugin.syncer:
             _check(args)
+            _check_alone(trainer_above())
             self._separate(args)
 
     def on_train_begin(
@@ -101,6 +105,7 @@ class DiLoCoCallback(TrainerCallback):
     ) -> None:
         """Join the run; blocks until it starts. Called again after an out-of-memory retry or by a second train()."""
         self._end()
+        self._ended_with_global = None
         if not self._plugin.syncer:
             return
         self.on_init_end(args, state, control)  # did not come if the callback was added later
@@ -196,8 +201,11 @@ class DiLoCoCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Add to the logs what this learner knows of the run; remember the training loss, for the syncer's table."""
-        member = self._membership
-        if member is None or logs is None:
+        member, logs = self._membership, {} if logs is None else logs
+        is_evaluation = not logs.keys() & {"loss", "train_loss"} and any(name.endswith("_runtime") for name in logs)
+        if member is None:
+            if is_evaluation and self._ended_with_global is not None:
+                _add(state, logs, {"eval_of_global_model": int(self._ended_with_global)})
             return
         if logs.keys() >= _LAST_WORDS:  # Trainer may load its best checkpoint next: no parameters to be merged
             self._end_loop(args, state, control)
@@ -207,11 +215,9 @@ class DiLoCoCallback(TrainerCallback):
         added: dict[str, float] = {}
         if "loss" in logs or "train_loss" in logs:
             added = member.learner.metrics()
-        elif any(name.endswith("_runtime") for name in logs):  # an evaluation
+        elif is_evaluation:
             added = {"eval_of_global_model": int(member.holds_global)}
-        logs.update(added)
-        if state.log_history and state.log_history[-1].get("step") == state.global_step:
-            state.log_history[-1].update(added)  # Trainer has copied the logs before this event
+        _add(state, logs, added)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -312,6 +318,7 @@ class DiLoCoCallback(TrainerCallback):
         """End the membership, if there is one. Idempotent."""
         if self._membership is not None:
             self._membership.end()
+            self._ended_with_global = self._membership.holds_global
             self._membership = None
 
 
@@ -320,6 +327,23 @@ def _check(args: TrainingArguments) -> None:
         raise UnsupportedError(
             f"Trainer would spread this learner over {args.n_gpu} GPUs with nn.DataParallel. Start it through "
             "`accelerate launch --num_processes 1`, or set CUDA_VISIBLE_DEVICES to one of them."
+        )
+
+
+def _add(state: TrainerState, logs: dict[str, Any], added: dict[str, float]) -> None:
+    logs.update(added)
+    if state.log_history and state.log_history[-1].get("step") == state.global_step:
+        state.log_history[-1].update(added)  # Trainer has copied the logs before this event
+
+
+def _check_alone(trainer: Trainer | None) -> None:
+    """A Trainer is one learner."""
+    callbacks = trainer.callback_handler.callbacks if trainer is not None else []
+    ours = [one for one in callbacks if isinstance(one, DiLoCoCallback) and one._plugin.syncer]
+    if len(ours) > 1:
+        raise ConfigError(
+            f"this Trainer has {len(ours)} DiLoCoCallbacks, and can be only one learner. Give it one: "
+            "callbacks=[DiLoCoCallback()]."
         )
 
 

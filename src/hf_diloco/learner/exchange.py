@@ -21,6 +21,7 @@ from torch import Tensor
 from hf_diloco.core import messages as ms
 from hf_diloco.core.codec import digest, encode
 from hf_diloco.core.fragments import FragmentLayout
+from hf_diloco.core.message_json import from_wire, to_wire
 from hf_diloco.errors import DiLoCoError, LearnerRefusedError, MessageError
 from hf_diloco.learner.local import Cut, LocalFragment, OpenAsk, Prepared, Shipped
 from hf_diloco.learner.optimizer_state import piece_digest
@@ -199,7 +200,9 @@ class Exchange:
                 self.lease = None
                 for local in self.fragments:  # the Hello says what is in the model; the syncer sends the rest again
                     local.ready = local.asked_at = None
-                self.send(self._hello())
+                hello = self._hello()
+                from_wire(to_wire(hello))  # a malformed one would be refused on every new link, for ever: raises
+                self.send(hello)
             elif event.fatal is not None:
                 self._fail(event.fatal)
             else:

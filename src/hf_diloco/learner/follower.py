@@ -58,7 +58,7 @@ class Follower(Rank):
 
     def step(self, tokens: int, *, loss: float | None = None, data_digest: tuple[int, ...] | None = None) -> bool:
         """Count one inner step; do what rank 0 planned. ``loss`` and ``data_digest`` are for rank 0 to tell."""
-        self.global_step += 1
+        self.global_step = min(self.global_step + 1, self.total_steps)
         word = self._boundary(Plan(tokens=tokens)).word
         self._check(word)
         return word is not Word.STOP and self.global_step < self.total_steps

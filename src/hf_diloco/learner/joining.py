@@ -21,7 +21,16 @@ from hf_diloco.links.base import LearnerLink
 logger = logging.getLogger(__name__)
 
 _SAY_EVERY_SECONDS = 10.0
+_AFTER_THE_END_SECONDS = 10.0  # for another run, where this process has seen one end
 _EMPTY = torch.empty(0, dtype=torch.uint8)
+
+
+_ended_at: set[str | None] = set()  # addresses of syncers whose runs have ended here
+
+
+def has_ended(address: str | None) -> None:
+    """Remember that this process has seen the run at this address come to its end."""
+    _ended_at.add(address)
 
 
 class Patience:
@@ -36,7 +45,8 @@ class Patience:
 
     def __init__(self, learner_id: int, exchange: Exchange, address: str | None, timeout_seconds: float) -> None:
         self._learner_id, self._exchange, self._address = learner_id, exchange, address
-        self._timeout_seconds = timeout_seconds
+        self._after_the_end = address in _ended_at  # a second train() or `with`
+        self._timeout_seconds = min(timeout_seconds, _AFTER_THE_END_SECONDS) if self._after_the_end else timeout_seconds
         self._opened_at = self._said_at = time.monotonic()
 
     def check(self) -> None:
@@ -47,7 +57,16 @@ class Patience:
         """
         exchange, now = self._exchange, time.monotonic()
         waited_seconds, error = now - self._opened_at, exchange.last_error() or "the first attempt to link is under way"
-        if not exchange.ever_linked and waited_seconds > self._timeout_seconds:
+        if exchange.ever_linked:
+            _ended_at.discard(self._address)
+        elif waited_seconds > self._timeout_seconds:
+            if self._after_the_end:
+                raise SyncerUnreachableError(
+                    f"the run at {self._address} has ended, as this process has seen, and no other one was there for "
+                    f"{self._timeout_seconds:.0f} s (last: {error}). The model of the run is in its run directory "
+                    "(`model`). To train on without a run, unset HF_DILOCO_SYNCER and make the callback or DiLoCo(...) "
+                    "anew; to train in a new run, start a syncer first."
+                )
             raise SyncerUnreachableError(
                 f"no syncer answered at {self._address} for {self._timeout_seconds:.0f} s (last: {error}). Check that "
                 "`hf-diloco syncer` is running, that the address is right and that a firewall lets its port through."
@@ -64,7 +83,11 @@ class Patience:
         if exchange.welcome is None:
             return f"linked, waiting for the syncer's answer at {self._address}"
         if exchange.started_at is None:
-            return "waiting for the start: the syncer waits for other learners, or for the initial parameters of one"
+            welcome = exchange.welcome
+            return (
+                f"waiting for the start: for the initial parameters, and until {welcome.expected_learners} learners "
+                f"hold them; without the others {welcome.start_timeout_seconds:.0f} s after the first does"
+            )
         return "waiting for the global parameters"
 
 

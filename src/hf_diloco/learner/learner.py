@@ -233,7 +233,7 @@ class Learner(Rank):
         """
         exchange, reporter = self._exchange, self._reporter
         reporter.step(loss, data_digest)
-        self.global_step += 1
+        self.global_step = min(self.global_step + 1, self.total_steps)  # who joins at the end makes one more
         self._accounts.has_trained = True
         ended = exchange.stop_reason is not None or exchange.released is not None
         word = Word.FAILED if exchange.fatal is not None else Word.STOP if ended else Word.GO_ON

@@ -87,9 +87,13 @@ class Preemption:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if not self._is_training(frame):
-            self.end()
-            os.kill(os.getpid(), number)
+        if not self._watches or not self._is_training(frame):
+            if signal.getsignal(number) == self._on_signal:
+                self.end()
+                signal.signal(number, self._previous)
+                os.kill(os.getpid(), number)
+            elif callable(self._previous):  # a later handler calls this one: a signal would only come back to that
+                self._previous(number, frame)
             return
         if self._signalled_at is not None and now - self._signalled_at > _SAME_REQUEST_SECONDS:
             signal.signal(number, signal.SIG_DFL)

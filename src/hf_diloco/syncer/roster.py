@@ -38,8 +38,9 @@ class Terms:
         total_steps = config.total_steps or hello.total_steps
         if total_steps is None:
             raise ConfigError(
-                "neither the syncer nor the learner says how long the run is. Start the syncer with --total-steps, or "
-                "set max_steps in the training arguments."
+                "neither the syncer nor the learner says how long the run is. Say it in one of these ways: "
+                "DiLoCo(..., total_steps=...) in an Accelerate loop; max_steps in the TrainingArguments; "
+                "--total-steps for `hf-diloco launch` or `hf-diloco syncer`."
             )
         shapes = dict(hello.shapes)
         num_fragments = config.num_fragments
@@ -85,6 +86,8 @@ class Terms:
             local_mix=config.local_mix,
             wire_format=config.wire_format,
             averaged=self.hello.averaged,
+            expected_learners=config.expected_learners,
+            start_timeout_seconds=config.start_timeout_seconds,
         )
 
     def objection(self, hello: Hello) -> str | None:

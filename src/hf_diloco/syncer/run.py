@@ -377,6 +377,7 @@ class Run:
             "total_steps": self.terms.config.total_steps,
             "num_fragments": self.terms.config.num_fragments,
             "effective_sync_every": round(self.rounds.effective_sync_every, 1),
+            **self.rounds.start_gate(now),
             **self.ledger.status(states, self._links),
         }
 

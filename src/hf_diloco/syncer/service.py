@@ -229,6 +229,8 @@ class Syncer:
             "outer_step": 0,
             "total_steps": self.config.total_steps,
             "merges": 0,
+            "expected_learners": self.config.expected_learners,
+            "learners_here": 0,
             "learners": [],
         }
         return {
