@@ -178,7 +178,7 @@ def test_joining_again_when_the_run_has_ended(loop, start, monkeypatch):
         assert not diloco.step()
     syncer_thread.join(SECONDS)
     assert diloco.holds_global
-    with pytest.raises(SyncerUnreachableError, match="the run at localhost:29600 has ended.*unset HF_DILOCO_SYNCER"):
+    with pytest.raises(SyncerUnreachableError, match=r"the run at localhost:29600 has ended.*unset HF_DILOCO_SYNCER"):
         diloco.__enter__()
 
 
