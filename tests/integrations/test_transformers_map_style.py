@@ -77,9 +77,7 @@ def test_learners_come_and_go_and_all_shards_are_read_in_turn(run):
     late = threading.Event()
     stays, stays_read = run.reader(0, When(20, lambda control: late.set()), max_steps=72)
     leaves, leaves_read = run.reader(1, When(20, stop), max_steps=72)
-    comes, comes_read = run.reader(
-        2, When(), max_steps=72, dataloader_num_workers=2, dataloader_persistent_workers=True
-    )
+    comes, comes_read = run.reader(2, When(), max_steps=72)
     train = comes.train
     comes.train = lambda: late.wait(60) and train()
     run.train(stays, leaves, comes)
