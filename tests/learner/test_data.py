@@ -94,10 +94,13 @@ def test_numbers_out_of_range(num_shards, shard, message):
 
 
 @pytest.mark.parametrize("kind", ["list", "torch", "map", "stream", "4"])
-def test_a_shard_of_a_shard_is_refused(kind):
+def test_a_shard_is_not_split_again(kind):
     plugin = DiLoCoPlugin(syncer="localhost:29600", learner_id=1, num_shards=2)
-    with pytest.raises(ConfigError, match=r"one of 2 shards: .*Call it once"):
-        shard_dataset(shard_dataset(make(kind), plugin=plugin), plugin=plugin)
+    dataset = shard_dataset(make(kind), plugin=plugin)
+    assert shard_dataset(dataset, plugin=plugin) is dataset
+    for options in ({"num_shards": 3}, {"shard": 0}):
+        with pytest.raises(ConfigError, match=r"one of 2 shards: .*Call it once, on the whole"):
+            shard_dataset(dataset, plugin=plugin, **options)
 
 
 def test_what_cannot_be_split_is_named():

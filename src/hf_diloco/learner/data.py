@@ -56,10 +56,12 @@ def shard_dataset(
         raise ConfigError(
             f"shard={shard} is out of range; with num_shards={num_shards} it must be 0 to {num_shards - 1}."
         )
-    if isinstance(earlier := getattr(dataset, "lease", None), ShardLease):
+    if isinstance(earlier := getattr(dataset, "lease", None), ShardLease):  # what it gave before
+        if shard is None and earlier.num_shards == num_shards:
+            return dataset
         raise ConfigError(
-            f"shard_dataset got what it gave before, one of {earlier.num_shards} shards: of that, most would be left "
-            "unread. Call it once."
+            f"shard_dataset got one of {earlier.num_shards} shards: most of the data would be left unread. Call it "
+            "once, on the whole training set."
         )
     is_stream = isinstance(dataset, datasets.IterableDataset | IterableDataset)
     if not is_stream:
