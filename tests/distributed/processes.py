@@ -96,16 +96,19 @@ class Run:
     def rounds(self) -> list[dict[str, Any]]:
         return [line for line in self.tape() if line["kind"] == "round"]
 
-    def start_learner(
-        self, learner_id: int, token: str | None = None, *, launcher: Sequence[str] = (), **options: Any
-    ) -> Process:
-        address = wait_until(lambda: self.status().get("address"), "the syncer's address")
-        environment = {
+    def learner_environment(self, learner_id: int, token: str | None = None) -> dict[str, str]:
+        """What a learner of this run is started with."""
+        return {
             **self._mark(),
-            "HF_DILOCO_SYNCER": address,
+            "HF_DILOCO_SYNCER": wait_until(lambda: self.status().get("address"), "the syncer's address"),
             "HF_DILOCO_LEARNER_ID": str(learner_id),
             "HF_DILOCO_TOKEN_FILE": token or str(self.directory / "token"),
         }
+
+    def start_learner(
+        self, learner_id: int, token: str | None = None, *, launcher: Sequence[str] = (), **options: Any
+    ) -> Process:
+        environment = self.learner_environment(learner_id, token)
         options = {"data_seed": learner_id, **options}
         name = f"learner-{learner_id}"
         learner = start_script(self.path, name, environment, script=self._script, launcher=launcher, **options)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import Process, wait_until
+from processes import Process
 
 from hf_diloco.syncer.run_directory import RunDirectory
 from hf_diloco.syncer.saved_run import latest_run
@@ -30,19 +30,10 @@ def start_loop(path: Path, name: str, environment: dict[str, str], *launcher: st
     return Process(command, path / f"{name}.log", environment)
 
 
-def learner_environment(run: Any, learner_id: int = 0) -> dict[str, str]:
-    return {
-        **run._mark(),
-        "HF_DILOCO_SYNCER": wait_until(lambda: run.status().get("address"), "the syncer's address"),
-        "HF_DILOCO_LEARNER_ID": str(learner_id),
-        "HF_DILOCO_TOKEN_FILE": str(run.directory / "token"),
-    }
-
-
 def test_told_to_stop_it_saves_and_goes_on_from_there(start_run: Any) -> None:
     run = start_run(num_fragments=4, sync_every=4, total_steps=120)
     options = {"max_steps": 120, "step_seconds": 0.02}
-    first = start_loop(run.path, "loop", learner_environment(run), **options)
+    first = start_loop(run.path, "loop", run.learner_environment(0), **options)
     run.learners[0] = first
     run.wait_for_rounds(4, lambda line: True, "merges")
     first.signal(signal.SIGTERM)
@@ -51,7 +42,7 @@ def test_told_to_stop_it_saves_and_goes_on_from_there(start_run: Any) -> None:
     assert not (run.path / "loop.0.pt").exists()
     trained = run.status()["learners"][0]["tokens_trained"]
 
-    run.learners[0] = again = start_loop(run.path, "loop", learner_environment(run), **options)
+    run.learners[0] = again = start_loop(run.path, "loop", run.learner_environment(0), **options)
     assert again.wait(SECONDS) == 0, again.tail()
     assert run.syncer.wait(SECONDS) == 0, run.syncer.tail()
     result = torch.load(run.path / "loop.0.pt")
@@ -76,7 +67,7 @@ def test_one_learner_of_two_ranks_is_the_plain_loop(start_run: Any, tmp_path: Pa
     plain = start_loop(tmp_path, "plain", {}, *RANKS, max_steps=STEPS, kind=kind)
     assert plain.wait(SECONDS) == 0, plain.tail()
     run = start_run(num_fragments=4, sync_every=4, outer_lr=1.0, outer_momentum=0.0, wire_format="fp32")
-    learner = start_loop(run.path, "learner", learner_environment(run), *RANKS, max_steps=STEPS, kind=kind)
+    learner = start_loop(run.path, "learner", run.learner_environment(0), *RANKS, max_steps=STEPS, kind=kind)
     try:
         assert learner.wait(SECONDS) == 0, learner.tail()
     finally:
@@ -104,7 +95,7 @@ def test_deepspeed_learners_of_two_stages_in_one_run(start_run: Any) -> None:
     run = start_run(expected_learners=2, num_fragments=4, sync_every=8, finish_wait_seconds=120)
     for learner_id, kind in enumerate(("zero2", "zero3")):
         run.learners[learner_id] = learner = start_loop(
-            run.path, kind, learner_environment(run, learner_id), *RANKS,
+            run.path, kind, run.learner_environment(learner_id), *RANKS,
             kind=kind, data_seed=learner_id, max_steps=40, step_seconds=0.1,
         )  # fmt: skip
         run._all.append(learner)

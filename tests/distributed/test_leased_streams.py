@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ def check_leases(tape: list[dict[str, Any]]) -> set[int]:
     return {line["shard"] for line in tape if line["kind"] == "lease"}
 
 
+def leases_of(run: Run, learner_id: int) -> list[int]:
+    """The shards that a learner was given."""
+    lines = [line for line in run.tape() if line["kind"] == "lease" and line["learner_id"] == learner_id]
+    return [line["shard"] for line in lines]
+
+
 def changes(shards: list[int]) -> list[int]:
     """Without repetitions: of steps, or of a lease that was renewed."""
     return [shard for place, shard in enumerate(shards) if place == 0 or shards[place - 1] != shard]
@@ -61,9 +68,7 @@ def test_a_learner_that_is_killed_keeps_its_shard_and_nothing_is_left_unread(sta
     for learner_id in (0, 1):
         run.start_learner(learner_id, **options)
 
-    def leases(learner_id: int) -> list[int]:
-        lines = [line for line in run.tape() if line["kind"] == "lease" and line["learner_id"] == learner_id]
-        return [line["shard"] for line in lines]
+    leases = partial(leases_of, run)
 
     wait_until(lambda: run._alive() and len(leases(1)) >= 3, "passes of learner 1", 300)
     run.learners.pop(1).kill()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from processes import Run, wait_until
-from test_leased_streams import NUM_SHARDS, ROWS, changes, check_leases, is_start, write_shards
+from test_leased_streams import NUM_SHARDS, ROWS, changes, check_leases, is_start, leases_of, write_shards
 
 pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -46,9 +47,7 @@ def test_the_shard_of_a_learner_that_is_killed_for_good_is_read(start_run: Any, 
     for learner_id in (0, 1):
         run.start_learner(learner_id, **options)
 
-    def leases(learner_id: int) -> list[int]:
-        lines = [line for line in run.tape() if line["kind"] == "lease" and line["learner_id"] == learner_id]
-        return [line["shard"] for line in lines]
+    leases = partial(leases_of, run)
 
     wait_until(lambda: run._alive() and len(leases(1)) >= 3, "passes of learner 1", 300)
     check_leases(run.tape())

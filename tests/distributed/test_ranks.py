@@ -34,13 +34,7 @@ def start(path: Path, name: str, environment: dict[str, str], kind: str, **optio
 
 
 def start_learner(run: Run, learner_id: int, kind: str, life: int = 1, **options: Any) -> Process:
-    address = wait_until(lambda: run.status().get("address"), "the syncer's address")
-    environment = {
-        **run._mark(),
-        "HF_DILOCO_SYNCER": address,
-        "HF_DILOCO_LEARNER_ID": str(learner_id),
-        "HF_DILOCO_TOKEN_FILE": str(run.directory / "token"),
-    }
+    environment = run.learner_environment(learner_id)
     process = start(run.path, f"{kind}-{learner_id}-{life}", environment, kind, data_seed=learner_id, **options)
     run.learners[learner_id] = process
     run._all.append(process)

@@ -9,7 +9,7 @@ import datasets
 import pytest
 from test_transformers_run import Run
 from tokenizers import Tokenizer, models, pre_tokenizers
-from trainers import make_data, make_model, plugin
+from trainers import callback, make_data, make_model, plugin
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from hf_diloco.core import leases
@@ -28,10 +28,7 @@ ROWS, BATCH = 16, 4  # of a shard: four steps a pass
 
 
 @pytest.fixture
-def run(tmp_path, request, monkeypatch):
-    for name in ("SYNCER", "LEARNER_ID", "NUM_SHARDS", "TOKEN", "TOKEN_FILE"):
-        monkeypatch.delenv(f"HF_DILOCO_{name}", raising=False)
-
+def run(tmp_path, request):
     def make(*, name="one", **settings):
         (tmp_path / name).mkdir()
         run = DataRun(tmp_path / name, **settings)
@@ -90,10 +87,6 @@ class When(TrainerCallback):
         threading.Event().wait(0.002)
 
 
-def callback(trainer):
-    return next(one for one in trainer.callback_handler.callbacks if isinstance(one, DiLoCoCallback))
-
-
 def die(control):
     raise RuntimeError("killed")
 
@@ -125,32 +118,26 @@ def check_leases(lines):
     return given
 
 
-def test_learners_come_and_go_and_all_shards_are_read_in_turn(run):
-    run = run(expected_learners=2)
+def come_and_go(run, passes, *, max_steps, leaves_at):
+    """Of two learners one leaves and a third comes, and all shards are read in turn; returns what each read."""
     late = threading.Event()
-    stays, stays_read = run.reader(0, When(20, lambda control: late.set()), max_steps=120)
-    leaves, leaves_read = run.reader(1, When(40, stop), max_steps=120)
-    comes, comes_read = run.reader(2, When(), max_steps=120)
+    stays, stays_read = run.reader(0, When(20, lambda control: late.set()), max_steps=max_steps)
+    leaves, leaves_read = run.reader(1, When(leaves_at, stop), max_steps=max_steps)
+    comes, comes_read = run.reader(2, When(), max_steps=max_steps)
     train = comes.train
     comes.train = lambda: late.wait(60) and train()
     run.train(stays, leaves, comes)
     assert [passes(read)[0] for read in (stays_read, leaves_read)] == [0, 1]
-    assert not any(len({shard for shard, _ in step}) > 1 for step in stays_read + leaves_read + comes_read)
     given = check_leases(read_tape(run.directory.tape))
     assert set(given) == set(range(6))
     read = Counter(passes(stays_read) + passes(leaves_read) + passes(comes_read))
     assert max(read.values()) - min(read[shard] for shard in range(6)) <= 3
     assert not run.lines("warning")
+    return stays_read, leaves_read, comes_read
 
 
-@pytest.mark.parametrize(
-    ("saved_at", "dies_at", "accumulate"),
-    [(3, 4, 1), (6, 7, 1), (6, 7, 2), (8, 9, 1)],
-    ids=["first pass", "second", "second, gradients accumulated", "its end"],
-)
-def test_a_resumed_learner_goes_on_where_it_was(run, saved_at, dies_at, accumulate):
-    run = run(num_shards=2)
-
+def goes_on(run, passes, saved_at, dies_at, accumulate):
+    """Killed and resumed, a learner reads what it would have read."""
     arguments = {
         "max_steps": 200, "save_strategy": "steps", "save_steps": saved_at, "gradient_accumulation_steps": accumulate,
         "per_device_train_batch_size": BATCH // accumulate,
@@ -167,6 +154,23 @@ def test_a_resumed_learner_goes_on_where_it_was(run, saved_at, dies_at, accumula
     run.thread.join(60)
     assert passes(first_read[: saved_at * accumulate] + again_read) == [0, 1, 0, 1, 0][: (saved_at + 9 + 3) // 4]
     assert again.args.ignore_data_skip is False
+
+
+INTERRUPTIONS = pytest.mark.parametrize(
+    ("saved_at", "dies_at", "accumulate"),
+    [(3, 4, 1), (6, 7, 1), (6, 7, 2), (8, 9, 1)],
+    ids=["first pass", "second", "second, gradients accumulated", "its end"],
+)
+
+
+def test_learners_come_and_go_and_all_shards_are_read_in_turn(run):
+    steps = come_and_go(run(expected_learners=2), passes, max_steps=120, leaves_at=40)
+    assert not any(len({shard for shard, _ in step}) > 1 for read in steps for step in read)
+
+
+@INTERRUPTIONS
+def test_a_resumed_learner_goes_on_where_it_was(run, saved_at, dies_at, accumulate):
+    goes_on(run(num_shards=2), passes, saved_at, dies_at, accumulate)
 
 
 def test_a_resumed_pass_has_the_order_that_it_had(run):

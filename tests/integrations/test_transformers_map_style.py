@@ -2,22 +2,19 @@
 
 import json
 import threading
-from collections import Counter
 from pathlib import Path
 
 import datasets
 import pytest
-from test_transformers_data import BATCH, DataRun, Reads, When, callback, check_leases, die, stop
+from test_transformers_data import BATCH, INTERRUPTIONS, DataRun, Reads, When, come_and_go, die, goes_on, stop
 from tokenizers import Tokenizer, models, pre_tokenizers
-from trainers import make_model, plugin
+from trainers import callback, make_model, plugin
 from transformers import PreTrainedTokenizerFast
 
 from hf_diloco.core import leases
 from hf_diloco.errors import DiLoCoWarning
 from hf_diloco.integrations.transformers import DiLoCoCallback
 from hf_diloco.learner.data import shard_dataset
-from hf_diloco.learner.lease import lease_of
-from hf_diloco.syncer.tape import read_tape
 
 pytestmark = [
     pytest.mark.fast,
@@ -39,10 +36,7 @@ class MapStyleRun(DataRun):
 
 
 @pytest.fixture
-def run(tmp_path, request, monkeypatch):
-    for name in ("SYNCER", "LEARNER_ID", "NUM_SHARDS", "TOKEN", "TOKEN_FILE"):
-        monkeypatch.delenv(f"HF_DILOCO_{name}", raising=False)
-
+def run(tmp_path, request):
     def make(**settings):
         run = MapStyleRun(tmp_path, **settings)
         request.addfinalizer(run.syncer.stop)
@@ -63,51 +57,15 @@ def passes(steps):
     return [one[0][0] for one in found]
 
 
-def die_and_come_back(run, first, again, saved_at):
-    with pytest.raises(RuntimeError, match="killed"):
-        first.train()
-    callback(first)._end()
-    lease_of(plugin(0)).move(1)  # as in a new process, it is not where it was
-    again.train(resume_from_checkpoint=f"{again.args.output_dir}/checkpoint-{saved_at}")
-
-
 def test_learners_come_and_go_and_all_shards_are_read_in_turn(run):
     run = run(expected_learners=2)
     run.is_table = False
-    late = threading.Event()
-    stays, stays_read = run.reader(0, When(20, lambda control: late.set()), max_steps=72)
-    leaves, leaves_read = run.reader(1, When(20, stop), max_steps=72)
-    comes, comes_read = run.reader(2, When(), max_steps=72)
-    train = comes.train
-    comes.train = lambda: late.wait(60) and train()
-    run.train(stays, leaves, comes)
-    assert [passes(read)[0] for read in (stays_read, leaves_read)] == [0, 1]
-    given = check_leases(read_tape(run.directory.tape))
-    assert set(given) == set(range(6))
-    read = Counter(passes(stays_read) + passes(leaves_read) + passes(comes_read))
-    assert max(read.values()) - min(read[shard] for shard in range(6)) <= 3
-    assert not run.lines("warning")
+    come_and_go(run, passes, max_steps=72, leaves_at=20)
 
 
-@pytest.mark.parametrize(
-    ("saved_at", "dies_at", "accumulate"),
-    [(3, 4, 1), (6, 7, 1), (6, 7, 2), (8, 9, 1)],
-    ids=["first pass", "second", "second, gradients accumulated", "its end"],
-)
+@INTERRUPTIONS
 def test_a_resumed_learner_goes_on_where_it_was(run, saved_at, dies_at, accumulate):
-    run = run(num_shards=2)
-    arguments = {
-        "max_steps": 200, "save_strategy": "steps", "save_steps": saved_at, "gradient_accumulation_steps": accumulate,
-        "per_device_train_batch_size": BATCH // accumulate,
-    }  # fmt: skip
-    first, first_read = run.reader(0, When(dies_at, die), **arguments)
-    again, again_read = run.reader(0, When(saved_at + 9, stop), **{**arguments, "save_strategy": "no"})
-    run.thread.start()
-    die_and_come_back(run, first, again, saved_at)
-    run.thread.join(60)
-    expected = [0, 1, 0, 1, 0][: (saved_at + 9 + 3) // 4]
-    assert passes(first_read[: saved_at * accumulate] + again_read) == expected
-    assert again.args.ignore_data_skip is False
+    goes_on(run(num_shards=2), passes, saved_at, dies_at, accumulate)
 
 
 def test_a_checkpoint_that_says_nothing_of_shards_is_gone_on_from_as_trainer_does(run):

@@ -6,12 +6,11 @@ import peft
 import pytest
 import torch
 from test_transformers_run import Run
-from trainers import make_model
+from trainers import callback, make_model
 from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback
 
 from hf_diloco import last_checkpoint
 from hf_diloco.core.codec import digest
-from hf_diloco.integrations.transformers import DiLoCoCallback
 
 pytestmark = [
     pytest.mark.fast,
@@ -115,15 +114,8 @@ class Tells(TrainerCallback):
         self.event.set()
 
 
-def callback(trainer):
-    return next(one for one in trainer.callback_handler.callbacks if isinstance(one, DiLoCoCallback))
-
-
 @pytest.fixture
-def start(tmp_path, request, monkeypatch):
-    for name in ("SYNCER", "LEARNER_ID", "NUM_SHARDS", "TOKEN", "TOKEN_FILE"):
-        monkeypatch.delenv(f"HF_DILOCO_{name}", raising=False)
-
+def start(tmp_path, request):
     def make(**options):
         run = RejoinRun(tmp_path, **options)
         request.addfinalizer(run.syncer.stop)

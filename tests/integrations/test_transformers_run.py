@@ -19,12 +19,6 @@ from hf_diloco.syncer.tape import read_tape
 pytestmark = pytest.mark.fast
 
 
-@pytest.fixture(autouse=True)
-def _no_environment(monkeypatch):
-    for name in ("SYNCER", "LEARNER_ID", "NUM_SHARDS", "TOKEN", "TOKEN_FILE"):
-        monkeypatch.delenv(f"HF_DILOCO_{name}", raising=False)
-
-
 class Run:
     """A syncer in a thread; learners are Trainers in threads."""
 

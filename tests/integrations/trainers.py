@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_diloco.config import DiLoCoPlugin
+from hf_diloco.integrations.transformers import DiLoCoCallback
 
 NUM_SAMPLES, LENGTH = 40, 8
 
@@ -60,6 +61,11 @@ class Recorder(TrainerCallback):
     def on_step_end(self, args, state, control, lr_scheduler=None, **kwargs):
         self.rates.append(lr_scheduler.get_last_lr()[0])
         self.stops.append(control.should_training_stop)
+
+
+def callback(trainer):
+    """The DiLoCoCallback of a Trainer."""
+    return next(one for one in trainer.callback_handler.callbacks if isinstance(one, DiLoCoCallback))
 
 
 def plugin(learner_id=2):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_diloco.config import DiLoCoPlugin
 from hf_diloco.errors import ConfigError
+from hf_diloco.learner.zero import is_zero
 
 _ORDER = "Give them in this order: DiLoCo(accelerator, model, optimizer, scheduler)."
 
@@ -85,13 +86,12 @@ def check_optimizer(optimizer: Any, trainable: Mapping[str, Tensor]) -> None:
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or not type(optimizer).__module__.startswith("torch.optim."):
         return
-    if any(isinstance(tensor, DTensor) or tensor.dtype != torch.float32 for tensor in trainable.values()):
+    tensors = trainable.values()
+    if any(isinstance(one, DTensor) or is_zero(one) or one.dtype != torch.float32 for one in tensors):
         return
-    known = {id(tensor) for tensor in trainable.values()}
+    known = {id(tensor) for tensor in tensors}
     if any(id(tensor) in known for group in optimizer.param_groups for tensor in group["params"]):
         return
-    if any(hasattr(tensor, "ds_id") or hasattr(tensor, "_hp_mapping") for tensor in trainable.values()):
-        return  # DeepSpeed's
     raise ConfigError(
         f"none of the parameters of the optimizer ({type(optimizer).__name__}) is a trainable one of the model: this "
         "learner would contribute nothing. Make the optimizer from model.parameters() of this very model, and give "
