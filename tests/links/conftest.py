@@ -23,10 +23,10 @@ def _open_files() -> set[str]:
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """No process, thread or descriptor outlives a test; what does is ended, and the test fails."""
-    threads, files = set(threading.enumerate()), _open_files()
+    processes, threads, files = set(descendants()), set(threading.enumerate()), _open_files()
     yield
     left = []
-    for process in descendants():
+    for process in set(descendants()) - processes:  # another test's stay: multiprocessing's tracker
         try:
             left.append(f"process {process.pid} {process.status()} {process.cmdline()}")
             process.kill()
