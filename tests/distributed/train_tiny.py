@@ -107,8 +107,9 @@ def main() -> None:
     parser.add_argument("--save_steps", type=int, default=0, help="0: no checkpoints")
     options = parser.parse_args()
     log = logging.FileHandler(options.result.with_suffix(".debug"))
-    logging.getLogger("hf_diloco.learner.learner").addHandler(log)
-    logging.getLogger("hf_diloco.learner.learner").setLevel(logging.DEBUG)
+    for name in ("rank", "accounts"):  # what was applied, at which step, and of which version it was
+        logging.getLogger(f"hf_diloco.learner.{name}").addHandler(log)
+        logging.getLogger(f"hf_diloco.learner.{name}").setLevel(logging.DEBUG)
     logging.basicConfig(level=logging.INFO)
     logging.getLogger("hf_diloco.learner.exchange").setLevel(logging.DEBUG)
     torch.set_num_threads(1)

@@ -114,3 +114,4 @@ def check_applied(world: RestartWorld) -> None:
             assert line["digest"] == (initial[index] if is_initial else digests[index, version]), line
             assert version >= newest.get((who, index), (0, 0)), "a learner saw a version go back"
             newest[who, index] = version
+    assert {who for who, _ in newest} == world.models.keys()

@@ -77,7 +77,6 @@ class Witness:
                 "applied",
                 fragment_index=index,
                 version=list(prepared.version),
-                digest=prepared.digest,
                 merged=merged.update_id if merged else None,
                 overwritten_steps=local.accounted_steps - before - (merged.steps if merged else 0),
             )

@@ -157,8 +157,10 @@ class Accounts:
                 self.tokens_overwritten += (self.tokens - local.accounted_tokens) / num_fragments
                 self.steps_overwritten += (self.steps - local.accounted_steps) / num_fragments
                 local.accounted_steps, local.accounted_tokens = self.steps, self.tokens
-        applied = ms.Applied(fragment_index=index, version=prepared.version, digest=prepared.digest)
-        self._exchange.confirm(applied, live)
+        logger.debug(
+            "[learner %d] holds version (%d, %d) of fragment %d", self._exchange.learner_id, *prepared.version, index
+        )
+        self._exchange.confirm(index, prepared.version, live or Snapshot(lambda: prepared.published))
 
     def _say_given_up(self, index: int, num_steps: int) -> None:
         assert self._exchange.welcome is not None

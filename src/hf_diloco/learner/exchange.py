@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from hf_diloco.learner.local import Cut, LocalFragment, OpenAsk, Prepared, Shipp
 from hf_diloco.learner.optimizer_state import piece_digest
 from hf_diloco.learner.publications import prepare, published_value
 from hf_diloco.learner.snapshots import Snapshot
-from hf_diloco.links.base import LearnerLink, LinkDown, LinkEvent, LinkUp, Received
+from hf_diloco.links.base import LearnerLink, LinkEvent, LinkUp, Received
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +81,7 @@ class Exchange:
         self.steps_done = 0  # kept by the training thread, for the limit of carried progress
         self.learner_id, self._incarnation, self._link = learner_id, incarnation, link
         self._hello, self._make_layout = hello, make_layout
-        self._work: queue.SimpleQueue[
-            Received | LinkUp | LinkDown | Cut | Snapshot | tuple[ms.Applied | ms.WantPiece, Snapshot] | None
-        ]
-        self._work = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[LinkEvent | Callable[[], object] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=f"hf-diloco {name}", daemon=True)
@@ -122,22 +120,23 @@ class Exchange:
 
     def ship(self, cut: Cut) -> None:
         """Encode and send a snapshot, in the background."""
-        self._work.put(cut)
+        self._work.put(partial(self._encode_and_send, cut))
 
-    def confirm(self, applied: ms.Applied, live: Snapshot | None) -> None:
-        """Tell the syncer that a publication is in the model; with ``live``, the digest is taken from that."""
-        if live is None:
-            self.send(applied)
-        else:
-            self._work.put((applied, live))
+    def confirm(self, fragment_index: int, version: ms.Version, held: Snapshot) -> None:
+        """Tell the syncer that a publication is in the model, and the digest of what is held, in the background."""
+        self._work.put(lambda: self._send_applied(fragment_index, version, held.result()))
 
     def forget(self, snapshot: Snapshot) -> None:
         """Wait for what is on its way from other ranks, in the background, and do nothing with it."""
-        self._work.put(snapshot)
+        self._work.put(snapshot.result)
 
     def give(self, wanted: ms.WantPiece, content: Snapshot) -> None:
         """Hash and send a piece of optimizer state, in the background."""
-        self._work.put((wanted, content))
+        self._work.put(partial(self._send_piece, wanted, content))
+
+    def send_last(self, message: ms.Message, payload: Tensor) -> None:
+        """Queue a message behind all that is still done in the background."""
+        self._work.put(partial(self.send, message, payload))
 
     # ------------------------------------------------------------------------------------------- background threads
 
@@ -150,27 +149,23 @@ class Exchange:
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
             try:
-                if isinstance(item, Cut):
-                    self._encode_and_send(item)
-                elif isinstance(item, Snapshot):
-                    item.result()
-                elif isinstance(item, tuple):
-                    self._send_snapshot(*item)
+                if callable(item):
+                    item()
                 else:
                     self._on_event(item)
             except Exception as error:
                 logger.exception("[learner %d] the exchange with the syncer failed", self.learner_id)
                 self._fail(error)
 
-    def _send_snapshot(self, message: ms.Applied | ms.WantPiece, snapshot: Snapshot) -> None:
+    def _send_applied(self, fragment_index: int, version: ms.Version, held: Tensor) -> None:
+        self.send(ms.Applied(fragment_index=fragment_index, version=version, digest=digest(held)))
+
+    def _send_piece(self, wanted: ms.WantPiece, snapshot: Snapshot) -> None:
         content = snapshot.result()
-        if isinstance(message, ms.Applied):
-            self.send(replace(message, digest=digest(content)))
-            return
         piece = ms.StatePiece(
-            donor_id=message.donor_id,
-            recipient_id=message.recipient_id,
-            piece_index=message.piece_index,
+            donor_id=wanted.donor_id,
+            recipient_id=wanted.recipient_id,
+            piece_index=wanted.piece_index,
             digest=piece_digest(content),
         )
         logger.debug(
@@ -294,9 +289,7 @@ class Exchange:
                 if local.ready is not None:
                     local.ready = replace(local.ready, correction=None, start_over=True)
                 elif local.anchor is not None and local.version is not None:
-                    local.ready = Prepared(
-                        local.version, local.anchor, None, None, digest(local.anchor), start_over=True
-                    )
+                    local.ready = Prepared(local.version, local.anchor, None, None, start_over=True)
 
     def _hand_back(self, message: ms.HandBack) -> None:
         if not 0 <= message.fragment_index < len(self.fragments):
@@ -320,7 +313,7 @@ class Exchange:
             anchor, version = local.anchor, local.version
         if version is not None and message.version <= version:
             if message.version == version and anchor is not None:
-                self.send(self._applied(message, digest(anchor)))
+                self._send_applied(message.fragment_index, version, anchor)
             return
         size = local.fragment.num_parameters
         published = published_value(self.learner_id, message, payload, size, anchor, version)
@@ -329,7 +322,7 @@ class Exchange:
             return
         with self.lock:
             if local.ready is not None:  # the fragment is about to start over: from the newer value then
-                local.ready = replace(local.ready, version=message.version, published=published, digest=message.digest)
+                local.ready = replace(local.ready, version=message.version, published=published)
                 return
         assert self.welcome is not None
         # Unlocked: nothing is taken while `ready` is None.
@@ -337,9 +330,6 @@ class Exchange:
         with self.changed:
             local.ready = prepared
             self.changed.notify_all()
-
-    def _applied(self, message: ms.Publication, value_digest: str) -> ms.Applied:
-        return ms.Applied(fragment_index=message.fragment_index, version=message.version, digest=value_digest)
 
     # ------------------------------------------------------------------------------------------------------ updates
 

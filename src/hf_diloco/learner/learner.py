@@ -389,7 +389,7 @@ class Learner(Rank):
 
     def _say_goodbye(self, goodbye: ms.Goodbye) -> None:
         self._reporter.report(self.global_step)  # what became of the last tokens
-        self._exchange.send(goodbye, _EMPTY)
+        self._exchange.send_last(goodbye, _EMPTY)
         self._exchange.close(drain_seconds=_GOODBYE_SECONDS)
         self._ranks.share(b"")  # the others stay until nothing is on its way from them any more
 

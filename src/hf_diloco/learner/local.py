@@ -54,7 +54,6 @@ class Prepared:
     published: Tensor  # the new anchor
     correction: Tensor | None  # to be added to the live value; None: the live value is overwritten
     merged: Shipped | None  # our update that is part of it
-    digest: str
     start_over: bool = False  # the anchor again: the syncer took none of our updates
 
 

@@ -73,4 +73,4 @@ def prepare(
         correction = published - local.anchor
         if merged is not None:
             correction.add_(decode(merged.payload, merged.wire_format, correction.shape))
-    return Prepared(message.version, published, correction, merged, message.digest)
+    return Prepared(message.version, published, correction, merged)
