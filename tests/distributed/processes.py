@@ -89,6 +89,12 @@ class Run:
         assert self.syncer.running() or path.exists(), f"the syncer ended:\n{self.syncer.tail()}"
         return json.loads(path.read_text()) if path.exists() else {}
 
+    def accounts(self) -> dict[int, dict[str, Any]]:
+        """What the syncer's status says of each learner that was started."""
+        rows = {row["learner_id"]: row for row in self.status()["learners"]}
+        assert rows.keys() == self.learners.keys()
+        return rows
+
     def tape(self) -> list[dict[str, Any]]:
         path = self.directory / "tape.jsonl"
         return read_tape(path) if path.exists() else []

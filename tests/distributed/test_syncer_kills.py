@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 import signal
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,11 +18,25 @@ pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 SETTINGS = {"num_fragments": 6, "sync_every": 6, "wire_format": "bf16", "checkpoint_every_seconds": 3}
 
 
-def applied_at_learner(run: Run, learner_id: int) -> list[tuple[int, tuple[int, int], int]]:
-    """Fragment, version and the learner's step of all it ever applied, by its own log."""
+Version = tuple[int, int]
+Tape = list[dict[str, Any]]
+
+
+@dataclass
+class Log:
+    """What a learner has applied, in order, by its own log."""
+
+    steps: list[int]  # its own, each time
+    versions: list[tuple[int, Version]]  # each with its fragment
+
+
+def log_of(run: Run, learner_id: int) -> Log:
     text = (run.path / f"learner-{learner_id}.debug").read_text()
-    pattern = r"step (\d+)\] applied fragment (\d+) of version \((\d+), (\d+)\)"
-    return [(int(index), (int(inc), int(step)), int(g)) for g, index, inc, step in re.findall(pattern, text)]
+    steps = re.findall(r"step (\d+)\] rank 0 applied fragment (\d+) of outer step (\d+)", text)
+    held = re.findall(r"holds version \((\d+), (\d+)\) of fragment (\d+)", text)
+    assert [(index, outer_step) for _, index, outer_step in steps] == [(index, step) for _, step, index in held]
+    assert len({index for _, _, index in held}) == SETTINGS["num_fragments"]
+    return Log([int(step) for step, _, _ in steps], [(int(index), (int(inc), int(step))) for inc, step, index in held])
 
 
 def kill_and_restart(run: Run) -> float:
@@ -34,24 +50,45 @@ def kill_and_restart(run: Run) -> float:
     return time.monotonic() - up_at
 
 
-def check_kills(run: Run, num_kills: int, learner_ids: tuple[int, ...]) -> None:
-    recovered = [line for line in run.tape() if line["kind"] == "recovered"]
-    assert len(recovered) >= num_kills - 1  # one may have been killed before it had recovered
-    for learner_id in learner_ids:
-        newest: dict[int, tuple[int, int]] = {}
-        last_step = 0
-        for index, version, step in applied_at_learner(run, learner_id):
+def check_kills(run: Run, num_kills: int) -> None:
+    """Nothing that a learner or the tape says goes back or is void; and these checks can fail."""
+    tape, logs = run.tape(), [log_of(run, learner_id) for learner_id in (0, 1)]
+    recovered = [number for number, line in enumerate(tape) if line["kind"] == "recovered"]
+    assert len(recovered) >= max(1, num_kills - 1)  # one may have been killed before it had recovered
+    check_logs(tape, logs)
+
+    last, other = logs
+    backwards = Log(last.steps, last.versions[::-1])
+    with pytest.raises(AssertionError, match="version go back"):
+        check_logs(tape, [backwards, other])
+    with pytest.raises(AssertionError, match="step go back"):
+        check_logs(tape, [Log(last.steps[::-1], last.versions), other])
+    tampered = copy.deepcopy(tape)
+    for fragment in tampered[recovered[0]]["fragments"]:
+        fragment["adopted"] = [1, 0]
+    with pytest.raises(AssertionError, match="had applied are void"):
+        check_logs(tampered, logs)
+    merge = next(line for line in tape if line["kind"] == "round")
+    again = {**merge, "version": [99, 99]}
+    with pytest.raises(AssertionError, match="merged twice"):
+        check_logs([*tape, again], logs)
+
+
+def check_logs(tape: Tape, logs: list[Log]) -> None:
+    for log in logs:
+        newest: dict[int, Version] = {}
+        for index, version in log.versions:
             assert version >= newest.get(index, (0, 0)), "a learner saw a version go back"
-            assert step >= last_step, "a learner saw its step go back"
-            newest[index], last_step = version, step
-    check_chain(run, {who: applied_at_learner(run, who) for who in learner_ids})
+            newest[index] = version
+        assert log.steps == sorted(log.steps), "a learner saw its step go back"
+    check_chain(tape, {held for log in logs for held in log.versions})
 
 
-def check_chain(run: Run, applied: dict[int, list[tuple[int, tuple[int, int], int]]]) -> None:
+def check_chain(tape: Tape, applied: set[tuple[int, Version]]) -> None:
     """What learners applied is never void afterwards, and no update is in the run's values twice."""
-    chains: dict[int, dict[tuple[int, int], list[str]]] = {}
-    void: set[tuple[int, tuple[int, int]]] = set()
-    for line in run.tape():
+    chains: dict[int, dict[Version, list[str]]] = {}
+    void: set[tuple[int, Version]] = set()
+    for line in tape:
         if line["kind"] == "round":
             chain = chains.setdefault(line["fragment_index"], {})
             assert tuple(line["version"]) > max(chain, default=(0, 0))
@@ -65,8 +102,8 @@ def check_chain(run: Run, applied: dict[int, list[tuple[int, tuple[int, int], in
     for chain in chains.values():
         ids = [update_id for merged in chain.values() for update_id in merged]
         assert len(ids) == len(set(ids)), "an update was merged twice"
-    lost = void & {(index, version) for each in applied.values() for index, version, _ in each}
-    assert not lost, f"merges that a learner had applied are void: {sorted(lost)}"
+    lost = sorted(void & applied)
+    assert not lost, f"merges that a learner had applied are void: {lost}"
 
 
 def run_kills(start_run: Any, num_kills: int, max_steps: int, seed: int) -> None:
@@ -85,7 +122,7 @@ def run_kills(start_run: Any, num_kills: int, max_steps: int, seed: int) -> None
         assert learner.running() or learner.wait() == 0, learner.tail()
     run.syncer.signal(signal.SIGTERM)
     run.syncer.wait()
-    check_kills(run, num_kills, (0, 1))
+    check_kills(run, num_kills)
 
 
 @pytest.mark.long
@@ -108,10 +145,10 @@ def test_the_run_ends_normally_after_a_restart(start_run: Any) -> None:
     for learner in run.learners.values():
         assert learner.wait() == 0, learner.tail()
     assert run.syncer.wait() == 0, run.syncer.tail()
-    check_kills(run, 1, (0, 1))
+    check_kills(run, 1)
     digests = [run.result(learner_id)["digests"] for learner_id in (0, 1)]
     assert digests[0] == digests[1]
-    for row in run.status()["learners"]:
+    for row in run.accounts().values():
         assert row["tokens_merged"] == row["tokens_trained"], row
     run.start_syncer()
     assert run.syncer.wait() == 0, run.syncer.tail()
