@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_transformers_run import Run
+from test_transformers_run import SECONDS, Run
 from trainers import Recorder, callback, make_trainer, plugin
 from transformers import EarlyStoppingCallback, TrainerCallback
 
@@ -16,7 +16,6 @@ from hf_diloco.integrations.transformers import DiLoCoCallback
 
 pytestmark = pytest.mark.fast
 
-SECONDS = 60
 METRICS = {
     f"diloco/{name}"
     for name in (
@@ -30,7 +29,7 @@ def run(tmp_path, request):
     def make(path="run", **settings):
         (tmp_path / path).mkdir()
         run = Run(tmp_path / path, **settings)
-        request.addfinalizer(run.syncer.stop)
+        request.addfinalizer(run.end)
         return run
 
     return make
@@ -246,14 +245,16 @@ class Rates(TrainerCallback):
         ("warmup_stable_decay", {"num_decay_steps": 12}),
     ],
 )
-def test_who_joins_late_has_the_learning_rate_of_the_others_and_stops_with_them(run, tmp_path, kind, options):
+def test_who_joins_late_has_the_learning_rate_of_the_others_and_stops_with_them(run, request, tmp_path, kind, options):
     schedule = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": options, "warmup_steps": 4, "max_steps": 40}
     arguments = {**schedule, "optim": "sgd"}  # without state there is nothing to take over from the one that waits
     whole = Recorder()
     make_trainer(tmp_path, whole, **arguments).train()
     expected = dict(enumerate([whole.first_rate, *whole.rates]))
 
-    run, joined, ahead = run(), threading.Event(), threading.Event()
+    run, joined, ahead = run(finish_wait_seconds=SECONDS), threading.Event(), threading.Event()
+    for event in (joined, ahead):
+        request.addfinalizer(event.set)  # nobody waits any more
     first = Rates(0, hold_at=10, said=ahead, waits_for=joined)
     late = Rates(1, said=joined)
     trainers = [run.trainer(number, rates, **arguments) for number, rates in enumerate((first, late))]

@@ -32,7 +32,7 @@ def run(tmp_path, request):
     def make(*, name="one", **settings):
         (tmp_path / name).mkdir()
         run = DataRun(tmp_path / name, **settings)
-        request.addfinalizer(run.syncer.stop)
+        request.addfinalizer(run.end)
         return run
 
     return make

@@ -39,7 +39,7 @@ class MapStyleRun(DataRun):
 def run(tmp_path, request):
     def make(**settings):
         run = MapStyleRun(tmp_path, **settings)
-        request.addfinalizer(run.syncer.stop)
+        request.addfinalizer(run.end)
         return run
 
     return make

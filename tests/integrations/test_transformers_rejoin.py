@@ -118,7 +118,7 @@ class Tells(TrainerCallback):
 def start(tmp_path, request):
     def make(**options):
         run = RejoinRun(tmp_path, **options)
-        request.addfinalizer(run.syncer.stop)
+        request.addfinalizer(run.end)
         request.addfinalizer(run.over.set)
         return run
 

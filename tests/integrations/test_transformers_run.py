@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 import warnings
 
 import pytest
@@ -10,13 +11,17 @@ from trainers import make_model, make_trainer, plugin
 from transformers import TrainerCallback
 
 from hf_diloco.config import SyncerConfig
+from hf_diloco.errors import DiLoCoError
 from hf_diloco.integrations.transformers import DiLoCoCallback
+from hf_diloco.links.base import LinkDown
 from hf_diloco.links.in_process import InProcessHub
 from hf_diloco.syncer.run_directory import RunDirectory
 from hf_diloco.syncer.service import Syncer
 from hf_diloco.syncer.tape import read_tape
 
 pytestmark = pytest.mark.fast
+
+SECONDS = 240.0  # of patience: on a machine with other work every step takes its time
 
 
 class Run:
@@ -26,8 +31,8 @@ class Run:
         self.path, self.hub = tmp_path, InProcessHub()
         self.directory = RunDirectory(tmp_path / "run")
         self.syncer = Syncer(SyncerConfig(num_fragments=3, sync_every=3, **settings), self.hub, self.directory)
-        self.thread = threading.Thread(target=self.syncer.run, name="syncer")
-        self.errors = []
+        self.thread = threading.Thread(target=self.syncer.run, name="syncer", daemon=True)
+        self.errors, self.threads = [], []
 
     def trainer(self, learner_id, *callbacks, **arguments):
         callback = DiLoCoCallback(plugin(learner_id), link=lambda: self.hub.connect(learner_id))
@@ -40,13 +45,25 @@ class Run:
             except BaseException as error:
                 self.errors.append(error)
 
-        threads = [threading.Thread(target=body, args=(trainer,)) for trainer in trainers]
-        for thread in (self.thread, *threads):
+        self.threads += [threading.Thread(target=body, args=(trainer,), daemon=True) for trainer in trainers]
+        deadline = time.monotonic() + SECONDS
+        for thread in (self.thread, *self.threads):
             thread.start()
-        for thread in (*threads, self.thread):
-            thread.join(60)
-            assert not thread.is_alive(), thread
+        for thread in (*self.threads, self.thread):
+            thread.join(max(deadline - time.monotonic(), 0.0))
+            assert not thread.is_alive(), (thread, self.errors)
         assert not self.errors, self.errors
+
+    def end(self):
+        """Nothing goes on when the test has failed: learners fail where they wait, or at their next step."""
+        self.syncer.stop()
+        with self.hub._changed:
+            for link in self.hub._ends:
+                error = DiLoCoError("the test is over")
+                link._inbox.put(LinkDown(link.learner_id, str(error), fatal=error))
+        for thread in (*self.threads, self.thread):
+            if thread.ident is not None:
+                thread.join(30)
 
     def lines(self, kind):
         return [line for line in read_tape(self.directory.tape) if line["kind"] == kind]
@@ -56,7 +73,7 @@ class Run:
 def run(tmp_path, request):
     def make(**settings):
         run = Run(tmp_path, **settings)
-        request.addfinalizer(run.syncer.stop)
+        request.addfinalizer(run.end)
         return run
 
     return make
