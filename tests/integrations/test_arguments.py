@@ -5,23 +5,34 @@ import os
 import pathlib
 import queue
 import signal
+import sys
 import threading
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import skip_first_batches
 from accelerate.state import AcceleratorState
+from torch.utils.data import DataLoader
 from trainers import make_data, make_model, make_trainer, plugin
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from hf_diloco import DiLoCo, DiLoCoCallback, DiLoCoPlugin, SyncerConfig
 from hf_diloco.core import messages as ms
-from hf_diloco.errors import ConfigError, DiLoCoError, LearnerRefusedError, MessageError, SyncerUnreachableError
+from hf_diloco.errors import (
+    ConfigError,
+    DiLoCoError,
+    LearnerRefusedError,
+    MessageError,
+    SyncerUnreachableError,
+    UnsupportedError,
+)
 from hf_diloco.learner import joining
 from hf_diloco.learner.exchange import Exchange
 from hf_diloco.learner.preemption import Preemption
 from hf_diloco.links.base import LinkUp
 from hf_diloco.links.in_process import InProcessHub
+from hf_diloco.links.rpc import RpcSyncerLinks
 from hf_diloco.syncer.run_directory import RunDirectory
 from hf_diloco.syncer.service import Syncer
 
@@ -113,6 +124,27 @@ def test_the_order_of_a_loops_arguments(loop):
         ):
             DiLoCo(*wrong, plugin=plugin())
     DiLoCo(accelerator, model, optimizer, scheduler, plugin=plugin(), link=object)
+
+
+def test_a_dataloader_that_was_not_prepared(loop):
+    accelerator, model, optimizer = loop
+    loader = DataLoader(make_data(8), batch_size=2, shuffle=True)
+    with pytest.raises(TypeError, match=r"as accelerator\.prepare gave it back, not a DataLoader"):
+        DiLoCo(accelerator, model, optimizer, plugin=plugin(), dataloader=loader, link=object)
+    prepared = accelerator.prepare(loader)
+    for good in (prepared, skip_first_batches(prepared, 1)):
+        DiLoCo(accelerator, model, optimizer, plugin=plugin(), dataloader=good, link=object)
+
+
+def test_another_platform(loop, start, monkeypatch):
+    hub, _ = start(total_steps=1)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(UnsupportedError, match=r"on Linux only; this is darwin.*hf_diloco\.links\.in_process"):
+        DiLoCo(*loop, plugin=plugin(0)).__enter__()
+    with pytest.raises(UnsupportedError, match="on Linux only; this is darwin"):
+        RpcSyncerLinks("127.0.0.1", 0, "secret")
+    with DiLoCo(*loop, plugin=plugin(0), link=lambda: hub.connect(0)):
+        pass
 
 
 def test_a_callback(tmp_path, scripted):

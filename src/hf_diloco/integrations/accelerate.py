@@ -90,7 +90,7 @@ class DiLoCo:
         save_checkpoint: Callable[[], str | None] | None = None,
         link: Callable[[], LearnerLink] | None = None,
     ) -> None:
-        check_loop(accelerator, model, optimizer, scheduler, save_checkpoint)
+        check_loop(accelerator, model, optimizer, scheduler, dataloader, save_checkpoint)
         self._plugin = plugin_of(plugin)
         self._accelerator, self._model, self._optimizer, self._scheduler = accelerator, model, optimizer, scheduler
         self._total_steps = updates_of(total_steps)

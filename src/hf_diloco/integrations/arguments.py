@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from hf_diloco.config import DiLoCoPlugin
 from hf_diloco.errors import ConfigError
@@ -33,7 +35,9 @@ def plugin_of(plugin: Any) -> DiLoCoPlugin:
     return plugin or DiLoCoPlugin()
 
 
-def check_loop(accelerator: Any, model: Any, optimizer: Any, scheduler: Any, save_checkpoint: Any) -> None:
+def check_loop(
+    accelerator: Any, model: Any, optimizer: Any, scheduler: Any, dataloader: Any, save_checkpoint: Any
+) -> None:
     """Each is of its kind.
 
     Raises:
@@ -48,6 +52,12 @@ def check_loop(accelerator: Any, model: Any, optimizer: Any, scheduler: Any, sav
     is_optimizer = isinstance(scheduler, torch.optim.Optimizer | AcceleratedOptimizer)
     if scheduler is not None and (is_optimizer or not callable(getattr(scheduler, "step", None))):
         raise TypeError(f"scheduler must be a learning rate scheduler, not {_shown(scheduler)}. {_ORDER}")
+    if isinstance(dataloader, DataLoader) and not isinstance(dataloader, DataLoaderStateMixin):
+        # Its order may not reach the one that the loop reads, and the end of a pass over it could not be seen.
+        raise TypeError(
+            f"dataloader must be as accelerator.prepare gave it back, not {_shown(dataloader)} from before. Write "
+            "`dataloader = accelerator.prepare(dataloader)`, loop over that one, and give it here."
+        )
     if save_checkpoint is not None and not callable(save_checkpoint):
         raise TypeError(
             f"save_checkpoint must be a function, not {_shown(save_checkpoint)}. Give "
