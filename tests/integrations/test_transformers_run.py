@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from trainers import make_model, make_trainer, plugin
 from transformers import TrainerCallback
 
@@ -87,6 +88,10 @@ def test_two_trainers_end_with_the_model_of_the_syncer(run):
     for trainer in (first, second):
         for name, parameter in trainer.model.named_parameters():
             assert torch.equal(parameter, values[name]), name
+        trainer.save_model()
+        saved = load_file(f"{trainer.args.output_dir}/model.safetensors")
+        assert saved.keys() == values.keys()
+        assert all(torch.equal(saved[name], values[name]) for name in values)
     assert any(len(line["participants"]) == 2 for line in run.lines("round"))
     assert json.loads(files["config.json"])["architectures"] == ["LlamaForCausalLM"]
     assert first.args.output_dir != second.args.output_dir
