@@ -13,17 +13,18 @@ import pytest
 import torch
 import train_ranks
 from processes import Process, Run, wait_until
+from safetensors.torch import load_file
 
 from hf_diloco.learner.data import data_seed
 from hf_diloco.syncer.run_directory import RunDirectory
 from hf_diloco.syncer.saved_run import latest_run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.long]
+pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(600)]
 
 SCRIPT = Path(train_ranks.__file__)
 ONE_PROCESS = ("plain", "compile")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-SECONDS = 240.0
+SECONDS = 240.0  # the first time, DeepSpeed compiles
 
 
 def start(path: Path, name: str, environment: dict[str, str], kind: str, **options: Any) -> Process:
@@ -41,6 +42,11 @@ def start_learner(run: Run, learner_id: int, kind: str, life: int = 1, **options
     return process
 
 
+def skip_without_deepspeed(kind: str) -> None:
+    if kind.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -e '.[dev-long]'")
+
+
 def diary(run: Run, kind: str, learner_id: int, rank: int, life: int = 1) -> list[dict[str, Any]]:
     lines = (run.path / f"{kind}-{learner_id}-{life}.rank-{rank}.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -51,6 +57,15 @@ def check_ranks_agree(run: Run, kind: str, learner_id: int, life: int = 1) -> No
     first, second = (diary(run, kind, learner_id, rank, life) for rank in (0, 1))
     assert len(first) > 1
     assert first == second
+
+
+def check_saved(run: Run, kind: str, learner_id: int) -> None:
+    """What ``trainer.save_model()`` wrote after training is the run's model, as the syncer wrote it."""
+    directory = run.path / f"{kind}-{learner_id}-1-saved"
+    (file,) = (run.directory / "model").glob("*.safetensors")
+    theirs, ours = load_file(file), load_file(directory / file.name)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs), kind
 
 
 def participants(line: dict[str, Any]) -> dict[int, str]:
@@ -82,13 +97,13 @@ def test_three_kinds_of_learners_in_one_run(start_run: Any) -> None:
     for learner_id, kind in kinds.items():
         held = torch.load(run.path / f"{kind}-{learner_id}-1.pt")
         assert all(torch.equal(saved[name], held[name]) for name in saved), kind
+        check_saved(run, kind, learner_id)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's
 @pytest.mark.parametrize("kind", [kind for kind in train_ranks.KINDS if kind != "plain"])
 def test_alone_it_is_plain_training(start_run: Any, tmp_path: Path, kind: str) -> None:
-    if kind.startswith("zero"):
-        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -e '.[dev-long]'")
+    skip_without_deepspeed(kind)
     options = {"max_steps": 60, "hidden_size": 32, "batch_size": 2}
     plain = start(tmp_path, "plain", {}, kind, order_seed=data_seed(1, 0), **options)
     run = start_run(num_fragments=6, sync_every=12, outer_lr=1.0, outer_momentum=0.0, wire_format="fp32")
@@ -96,6 +111,7 @@ def test_alone_it_is_plain_training(start_run: Any, tmp_path: Path, kind: str) -
     assert plain.wait(SECONDS) == 0, plain.tail()
     assert learner.wait(SECONDS) == 0, learner.tail()
     assert run.syncer.wait(SECONDS) == 0, run.syncer.tail()
+    check_saved(run, kind, 0)
     if kind not in ONE_PROCESS:
         check_ranks_agree(run, kind, 0)
     theirs, ours = flat(torch.load(tmp_path / "plain.pt")), flat(torch.load(run.path / f"{kind}-0-1.pt"))
@@ -113,21 +129,24 @@ def flat(values: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([values[name].flatten().double() for name in sorted(values)])
 
 
-def test_ranks_that_die(start_run: Any) -> None:
+@pytest.mark.parametrize(("kind", "victims"), [("ddp", (1, 0)), ("fsdp2", (0,)), ("zero3", (1,))])
+def test_ranks_that_die(start_run: Any, kind: str, victims: tuple[int, ...]) -> None:
     """A rank that is killed takes its learner down; the run goes on, and the learner comes back."""
+    skip_without_deepspeed(kind)
     run = start_run(expected_learners=2, num_fragments=4, sync_every=4, link_timeout_seconds=5)
     start_learner(run, 0, "plain", max_steps=100_000, step_seconds=0.3)
-    for life, victim in ((1, 1), (2, 0)):
-        learner = start_learner(run, 1, "ddp", life, max_steps=100_000, step_seconds=0.3)
-        joins = wait_until(lambda life=life: joined(run, 1, life), "the learner to join")
+    for life, victim in enumerate(victims, start=1):
+        learner = start_learner(run, 1, kind, life, max_steps=100_000, step_seconds=0.3)
+        joins = wait_until(lambda life=life: joined(run, 1, life), "the learner to join", SECONDS)
         wait_until(lambda who=joins[-1]: who in merged(run), "merges of the learner")
         ranks_of(learner)[victim].kill()
         assert learner.wait(60) != 0, learner.tail()
         count = len(run.rounds())
         wait_until(lambda count=count: len(run.rounds()) >= count + 4, "merges without it")
-        check_ranks_agree_so_far(run, life)
-    start_learner(run, 1, "ddp", 3, max_steps=100_000, step_seconds=0.3)
-    joins = wait_until(lambda: joined(run, 1, 3), "the learner to come back once more")
+        check_ranks_agree_so_far(run, kind, life)
+    last = len(victims) + 1
+    start_learner(run, 1, kind, last, max_steps=100_000, step_seconds=0.3)
+    joins = wait_until(lambda: joined(run, 1, last), "the learner to come back once more", SECONDS)
     wait_until(lambda: joins[-1] in merged(run), "it to be merged again")
     assert run.learners[0].running()
 
@@ -147,23 +166,34 @@ def merged(run: Run) -> set[str]:
     return {incarnation for line in run.rounds() for incarnation in participants(line).values()}
 
 
-def check_ranks_agree_so_far(run: Run, life: int) -> None:
-    first, second = (diary(run, "ddp", 1, rank, life) for rank in (0, 1))
+def check_ranks_agree_so_far(run: Run, kind: str, life: int) -> None:
+    first, second = (diary(run, kind, 1, rank, life) for rank in (0, 1))
     num_steps = min(len(first), len(second))
     assert first[:num_steps] == second[:num_steps]
 
 
-def test_sigterm_to_one_rank(start_run: Any) -> None:
+# Of a checkpoint that the processes of a learner save together.
+CHECKPOINT = {
+    "ddp": {"model.safetensors", "optimizer.pt"},
+    "fsdp2": {"pytorch_model_fsdp.bin", "optimizer.bin"},
+    "zero3": {"latest", "zero_to_fp32.py"},
+}
+
+
+@pytest.mark.parametrize("kind", list(CHECKPOINT))
+def test_sigterm_to_one_rank(start_run: Any, kind: str) -> None:
     """All ranks drain at the same step, save together, and end with 0."""
+    skip_without_deepspeed(kind)
     run = start_run(num_fragments=4, sync_every=4)
-    learner = start_learner(run, 0, "ddp", max_steps=100_000, step_seconds=0.2)
-    wait_until(lambda: len(run.rounds()) >= 4, "merges")
+    learner = start_learner(run, 0, kind, max_steps=100_000, step_seconds=0.2)
+    wait_until(lambda: len(run.rounds()) >= 4, "merges", SECONDS)
     ranks_of(learner)[1].terminate()  # rank 0, which has the link, knows of it by the others only
     assert learner.wait(60) == 0, learner.tail()
-    check_ranks_agree(run, "ddp", 0)
+    check_ranks_agree(run, kind, 0)
     (checkpoint,) = (run.path / "out" / "learner-0").glob("checkpoint-*")
-    assert {"model.safetensors", "rng_state_0.pth", "rng_state_1.pth"} <= {path.name for path in checkpoint.iterdir()}
-    assert f"checkpoint-{diary(run, 'ddp', 0, 0)[-1]['step']}" == checkpoint.name
+    files = {path.name for path in checkpoint.iterdir()}
+    assert {*CHECKPOINT[kind], "trainer_state.json", "rng_state_0.pth", "rng_state_1.pth"} <= files, files
+    assert f"checkpoint-{diary(run, kind, 0, 0)[-1]['step']}" == checkpoint.name
     (leave,) = [line for line in run.tape() if line["kind"] == "leave"]
     assert "told to stop" in leave["reason"]
     account = run.status()["learners"][0]

@@ -66,7 +66,11 @@ def use_deepspeed(stage: int) -> dict[str, object]:
     return {
         "train_micro_batch_size_per_gpu": "auto",
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 100,
+            "stage3_gather_16bit_weights_on_model_save": True,  # without it Trainer's save_model() writes shards
+        },
     }
 
 
@@ -125,9 +129,12 @@ def main() -> None:
         trainer.add_callback(Reads(Path(f"{options.result}.rank-{rank}.reads")))
     try:
         trainer.train()
-    except SystemExit:
+    except SystemExit as told_to_stop:
         print(f"rank {rank} exits", flush=True)
+        if options.kind == "fsdp2":
+            end_of_ranks(int(told_to_stop.code or 0))
         raise
+    trainer.save_model(f"{options.result}-saved")
     held = values(trainer.model)
     if rank == 0:
         torch.save(held, f"{options.result}.pt")
@@ -136,12 +143,12 @@ def main() -> None:
         end_of_ranks()
 
 
-def end_of_ranks() -> None:
+def end_of_ranks(code: int = 0) -> None:
     """End at once, all together: a process of FSDP2 and gloo may abort at its regular end."""
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 if __name__ == "__main__":
