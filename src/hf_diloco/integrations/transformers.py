@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import warnings
 import weakref
 from collections.abc import Callable
@@ -44,9 +45,9 @@ class DiLoCoCallback(TrainerCallback):
     an evaluation whether the model was the global one (``eval_of_global_model``).
 
     What it changes for this learner, because each learner is a world of its own: ``args.output_dir`` becomes
-    ``{output_dir}/learner-{id}``, ``args.run_name`` ends in ``-learner-{id}``, ``args.push_to_hub`` is off (only the
-    syncer's export is pushed), and the order of the data depends on the learner's id as well as on ``args.data_seed``
-    (or ``args.seed``).
+    ``{output_dir}/learner-{id}``, ``args.run_name`` ends in ``-learner-{id}`` (what comes before is the group in
+    Weights & Biases, if ``WANDB_RUN_GROUP`` is not set), ``args.push_to_hub`` is off (only the syncer's export is
+    pushed), and the order of the data depends on the learner's id as well as on ``args.data_seed`` (or ``args.seed``).
 
     While it trains, SIGTERM (and the end of an ``accelerate launch`` above it) makes this learner ship what it has,
     take leave and save a Trainer checkpoint of the step it is at; then ``train()`` does not return, but raises
@@ -266,7 +267,10 @@ class DiLoCoCallback(TrainerCallback):
         """Give this learner its own directory and run name. Idempotent."""
         own, directory = f"learner-{self._plugin.learner_id}", Path(args.output_dir or "tmp_trainer")
         if directory.name != own:
-            args.run_name = f"{args.run_name or directory.absolute().name}-{own}"
+            name = args.run_name or directory.absolute().name
+            if "wandb" in (args.report_to or ()):  # which Trainer starts after this event
+                os.environ.setdefault("WANDB_RUN_GROUP", name)
+            args.run_name = f"{name}-{own}"
             args.output_dir = str(directory / own)
             if args.should_save:
                 (directory / own).mkdir(parents=True, exist_ok=True)
