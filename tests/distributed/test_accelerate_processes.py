@@ -82,6 +82,7 @@ def test_one_learner_of_two_ranks_is_the_plain_loop(start_run: Any, tmp_path: Pa
         assert all(torch.equal(result["values"][name], saved[name]) for name in saved)
         assert result["updates"] == STEPS
         assert result["rates"] == theirs["rates"]
+    assert all(torch.equal(ours[0]["state"][name], saved[name]) for name in saved), "accelerator.get_state_dict"
     movement = flat(theirs["values"]) - flat(theirs["start"])
     assert float((flat(ours[0]["values"]) - flat(theirs["values"])).norm()) <= 1e-4 * float(movement.norm())
     (account,) = run.status()["learners"]

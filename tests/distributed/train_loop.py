@@ -89,7 +89,10 @@ def main() -> None:
             if not goes_on or num_updates == options.max_steps:
                 break
     values = full_values(accelerator.unwrap_model(wrapped))
-    result = {"values": values, "start": start, "rates": rates, "updates": num_updates, "tokens": num_tokens}
+    state = accelerator.get_state_dict(wrapped)  # what scripts save; of some kinds rank 0 alone gets it
+    result = {
+        "values": values, "state": state, "start": start, "rates": rates, "updates": num_updates, "tokens": num_tokens,
+    }  # fmt: skip
     torch.save(result, options.result.with_name(f"{options.result.name}.{accelerator.process_index}.pt"))
     if accelerator.num_processes > 1:
         end_of_ranks()
