@@ -6,7 +6,9 @@ timed (its step boundary and the forward hook that counts tokens), and so is eac
 
     python benchmarks/callback_overhead.py [--steps 60] [--wire_format bf16]
 
-Prints mean and 95th percentile of both, and their ratio, which should be at most 2 %.
+Prints mean and 95th percentile of both, the longest time in the callback, and the ratio to the mean step. Exit code 1
+if the ratio is above 2 % for the mean or the 95th percentile. The longest is not judged: whatever else the machine does
+falls into some step. That no step waits for the network is a test (tests/integrations/test_stalled_link.py).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from hf_diloco import DiLoCoCallback, DiLoCoPlugin
 from hf_diloco.learner import tokens
 
+MOST_SHARE = 0.02
 WARM_UP_STEPS = 26  # until every fragment has been merged once and all buffers exist
 
 
@@ -128,7 +131,8 @@ def main() -> None:
     print(f"step:     mean {step * 1e3:8.2f} ms   95th percentile {percentile(steps, 0.95) * 1e3:8.2f} ms")
     longest = max(callback) * 1e3
     print(f"callback: mean {mean * 1e3:8.2f} ms   95th percentile {worst * 1e3:8.2f} ms   longest {longest:.2f} ms")
-    print(f"share:    mean {mean / step:8.2%}      95th percentile {worst / step:8.2%}      (target: at most 2 %)")
+    print(f"share:    mean {mean / step:8.2%}      95th percentile {worst / step:8.2%}      (at most {MOST_SHARE:.0%})")
+    sys.exit(1 if max(mean, worst) / step > MOST_SHARE else 0)
 
 
 if __name__ == "__main__":

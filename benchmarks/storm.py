@@ -1,11 +1,12 @@
 """How much is merged while everything fails: storms of 10 minutes over several seeds, against runs without faults.
 
-    python benchmarks/storm.py [--seeds 1 2 3] [--minutes 10] [--out runs/storms]
+    python benchmarks/storm.py [--seeds 1 2 3] [--minutes 10] [--outer-momentum 0.5] [--out runs/storms]
 
 Three learners (a small Llama, each inner step at least half a second), one fault every 20 s on average, all kinds
 equally often, the syncer included; stops and cuts last 10 to 30 s. A killed process is started again at once. The run
 without faults ends when it has merged as many tokens as the storm's, so that their eval losses can be compared. Takes
-about 22 minutes a seed. Each seed leaves `seed-N/report.json` and is not run again, so that it can be interrupted.
+about 22 minutes a seed. Each seed leaves `seed-N/report.json` and is not run again, so that it can be interrupted
+(another momentum needs another `--out`).
 Prints a line a seed, and means with 95 % confidence intervals. Exit code 1 if something was lost or left behind.
 """
 
@@ -26,10 +27,10 @@ from hf_diloco.chaos.report import confidence, render
 
 NUM_LEARNERS = 3
 EVERY_SECONDS = 20.0
-OUTER_MOMENTUM = 0.5  # 0.7, the default, overshoots with so few learners, and more so when some are away
+USUAL_OUTER_MOMENTUM = 0.5  # 0.7, the default, overshoots with so few learners, and more so when some are away
 
 
-def report_of(seed: int, minutes: float, out: Path) -> dict[str, Any]:
+def report_of(seed: int, minutes: float, outer_momentum: float, out: Path) -> dict[str, Any]:
     """From an earlier call, or by running it."""
     path = out / f"seed-{seed}"
     if not (path / "report.json").exists():
@@ -40,7 +41,7 @@ def report_of(seed: int, minutes: float, out: Path) -> dict[str, Any]:
             seconds=60 * minutes,
             every_seconds=EVERY_SECONDS,
             seed=seed,
-            settings=["--expected-learners", str(NUM_LEARNERS), "--outer-momentum", str(OUTER_MOMENTUM)],
+            settings=["--expected-learners", str(NUM_LEARNERS), "--outer-momentum", str(outer_momentum)],
         )
         report = experiment.run(path, say=lambda text: print(f"  {text}", flush=True))
         Console(width=110).print(render(report))
@@ -56,13 +57,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--outer-momentum", type=float, default=USUAL_OUTER_MOMENTUM)
     parser.add_argument("--out", type=Path, default=Path("runs/storms"))
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # on the way out all is ended
     reports = []
     for seed in options.seeds:
         print(f"seed {seed}", flush=True)
-        reports.append(report_of(seed, options.minutes, options.out.absolute()))
+        reports.append(report_of(seed, options.minutes, options.outer_momentum, options.out.absolute()))
     print(
         "seed  faults  goodput  of what faults leave  longest gap  rejoin (longest)  eval loss ratio  tokens merged "
         "(without faults)  cores  problems"

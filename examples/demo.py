@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +48,8 @@ def main() -> int:
     parser.add_argument("--max-steps", type=int, default=800, help="steps of each learner")
     arguments = parser.parse_args()
     now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    run_dir = (arguments.run_dir or Path("runs") / f"demo-{now}").absolute()
+    run_dir = shorter(arguments.run_dir or Path("runs") / f"demo-{now}")
+    started = time.monotonic()
     training = ["--max_steps", str(arguments.max_steps), *TRAINING]
 
     print("== One learner alone ==", flush=True)
@@ -68,7 +70,7 @@ def main() -> int:
         str(run_dir),
         *SETTINGS,
     ]
-    command += [str(SCRIPT), *training, "--output_dir", str(run_dir / "learners")]
+    command += [str(shorter(SCRIPT)), *training, "--output_dir", str(run_dir / "learners")]
     print("$ hf-diloco " + " ".join(command[3:]), flush=True)
     code = subprocess.run(command, env=environment()).returncode
 
@@ -81,9 +83,8 @@ def main() -> int:
         check_model(run_dir, checks)
     else:
         checks(False, f"there is a model in {run_dir / 'model'}")
-    print(
-        "\nThe demo " + (f"failed: {checks.num_failed} checks" if checks.num_failed else "went well") + f": {run_dir}"
-    )
+    verdict = f"failed: {checks.num_failed} checks" if checks.num_failed else "went well"
+    print(f"\nThe demo {verdict}, in {time.monotonic() - started:.0f} s: {run_dir}")
     return 1 if checks.num_failed else 0
 
 
@@ -104,6 +105,11 @@ def train_alone(words: list[str], output_dir: Path) -> int:
             if line.startswith("{'"):
                 print("  " + line.rstrip(), flush=True)
     return process.returncode
+
+
+def shorter(path: Path) -> Path:
+    """The same place, from the working directory or from the root, whichever takes fewer letters."""
+    return Path(min(os.path.relpath(path), str(path.absolute()), key=len))
 
 
 def environment() -> dict[str, str]:

@@ -23,9 +23,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "syncer": {"errors", "core", "config", "links"},
     "learner": {"errors", "core", "config", "links"},
     "integrations": {"errors", "core", "config", "links", "learner"},
-    "simulate": {"errors", "core", "config"},
     "chaos": {"errors", "core", "config", "links", "syncer", "learner", "integrations"},
-    "cli": {"errors", "core", "config", "links", "syncer", "learner", "integrations", "simulate", "chaos"},
+    "cli": {"errors", "core", "config", "links", "syncer", "learner", "integrations", "chaos"},
 }
 IMPURE = ("time", "threading", "os", "logging", "torch.distributed", "socket", "subprocess", "asyncio", "random")
 MODULES = sorted(SOURCE.rglob("*.py"))

@@ -32,6 +32,24 @@ def test_a_status_as_lines():
     assert second == "  learner 2: absent, step -, loss -, - tokens/s, - / - tokens merged"
 
 
+def test_a_stretched_interval_and_late_updates_are_shown():
+    learner = {**STATUS["learners"][0], "updates_late": 3}
+    status = {**STATUS, "sync_every": 24, "effective_sync_every": 31.2, "learners": [learner, STATUS["learners"][1]]}
+    run, first, second = plain_lines(status)
+    assert "outer step 1,200 of 3,000 · H 24 -> 31 · 7 merges" in run
+    assert first.endswith("tokens merged, 3 late updates")
+    assert second.endswith("tokens merged")
+    file = io.StringIO()
+    Console(file=file, width=150).print(render(status))
+    assert "H 24 -> 31" in file.getvalue()
+    assert "late updates" in file.getvalue()
+
+
+def test_an_interval_that_is_kept_is_not_shown():
+    assert " H " not in plain_lines({**STATUS, "sync_every": 24, "effective_sync_every": 24.4})[0]
+    assert " H " not in plain_lines({**STATUS, "sync_every": 24, "effective_sync_every": 3.0})[0]
+
+
 def test_a_run_that_waits_says_for_whom_and_how_long():
     waiting = {"state": "waiting", "expected_learners": 3, "learners_here": 1, "starts_in_seconds": 250.4}
     assert plain_lines(waiting)[0].startswith(

@@ -31,13 +31,3 @@ def test_in_process() -> None:
     assert len(set(after)) == 1, "the learners do not hold the same model"
     assert after[0] < before / 5
     assert output.count("100.0% of its samples merged") == 3
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-def test_demo(tmp_path: Path) -> None:
-    """All but its last word: which model is the better one is for benchmarks/global_vs_alone.py to say, over seeds."""
-    output = run("demo.py", "--run-dir", str(tmp_path / "demo"), "--max-steps", "150", seconds=1200, codes=(0, 1))
-    checks = [line for line in output.splitlines() if line.startswith(("  ok ", "  FAILED"))]
-    assert len(checks) == 8
-    assert [line for line in checks if "FAILED" in line and "eval loss of the global model" not in line] == []

@@ -14,7 +14,9 @@ import torch
 from in_process_world import SECONDS, World, leave_at, make_model, parameters, train
 from torch import nn
 
+from hf_diloco.core.codec import encode
 from hf_diloco.core.data_digest import NUM_HASHES
+from hf_diloco.core.fragments import FragmentLayout
 from hf_diloco.errors import DiLoCoWarning, LearnerRefusedError
 from hf_diloco.learner import joining
 from hf_diloco.learner.exchange import Exchange
@@ -40,6 +42,14 @@ def test_a_run_ends_with_the_same_values_everywhere(tmp_path: Path, wire_format:
     assert torch.equal(constants["scale"], torch.zeros(1))
     rounds = world.tape("round")
     assert {who["learner_id"] for line in rounds for who in line["participants"]} == {0, 1}
+    shapes = {name: value.shape for name, value in values.items()}
+    num_bytes = [  # of one payload
+        encode(torch.zeros(fragment.num_parameters), wire_format).numel()
+        for fragment in FragmentLayout.build(shapes, 3).fragments
+    ]
+    for line in rounds:
+        assert line["bytes_published"] == num_bytes[line["fragment_index"]]
+        assert line["bytes_received"] == len(line["participants"]) * num_bytes[line["fragment_index"]]
     if on_arrival == "carry":
         for row in world.accounts().values():
             assert row["tokens_merged"] == row["tokens_trained"], row

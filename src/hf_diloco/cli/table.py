@@ -16,6 +16,7 @@ from rich.text import Text
 _PLAIN_EVERY_SECONDS = 5.0
 _COLORS = {"training": "green", "finished": "cyan", "absent": "red", "left": "dim", "idle": "yellow"}
 _COLUMNS = ("learner", "state", "step", "loss", "tokens/s", "merged / trained tokens")
+_COUNTS = {"updates_late": "late updates", "restarts": "restarts"}  # of a learner, shown where there are any
 
 
 class Display:
@@ -67,12 +68,12 @@ class Display:
 def render(status: Mapping[str, Any]) -> Group:
     """The table."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    restarts = ("restarts",) if "syncer_restarts" in status else ()
-    for column in (*_COLUMNS, *restarts):
+    counts = [name for name in _COUNTS if any(number(learner.get(name)) for learner in learners(status))]
+    for column in (*_COLUMNS, *(_COUNTS[name] for name in counts)):
         table.add_column(column, justify="left" if column in ("learner", "state") else "right")
     for learner in learners(status):
         state = word(learner.get("state"))
-        cells = [*learner_cells(learner), *(count(learner.get(name)) for name in restarts)]
+        cells = [*learner_cells(learner), *(count(learner.get(name)) for name in counts)]
         table.add_row(cells[0], Text(state, style=_COLORS.get(state, "")), *cells[2:])
     return Group(Text(run_line(status), style="bold"), table)
 
@@ -81,10 +82,10 @@ def plain_lines(status: Mapping[str, Any]) -> list[str]:
     """The same as text: one line for the run, one for each learner."""
     lines = [run_line(status)]
     for learner in learners(status):
-        number, state, step, loss, rate, tokens = learner_cells(learner)
-        again = f", {count(learner['restarts'])} restarts" if learner.get("restarts") else ""
+        name, state, step, loss, rate, tokens = learner_cells(learner)
+        counts = "".join(f", {count(learner[key])} {what}" for key, what in _COUNTS.items() if number(learner.get(key)))
         lines.append(
-            f"  learner {number}: {state}, step {step}, loss {loss}, {rate} tokens/s, {tokens} tokens merged{again}"
+            f"  learner {name}: {state}, step {step}, loss {loss}, {rate} tokens/s, {tokens} tokens merged{counts}"
         )
     return lines
 
@@ -95,10 +96,19 @@ def run_line(status: Mapping[str, Any]) -> str:
     names = ", ".join(word(item) for item in last) if isinstance(last, list) and last else "-"
     return (
         f"{word(status.get('state'))}{start_gate(status)} · outer step {count(status.get('outer_step'))} of "
-        f"{count(status.get('total_steps'))} · {count(status.get('merges'))} merges, the last from learners {names} · "
+        f"{count(status.get('total_steps'))}{pace(status)} · "
+        f"{count(status.get('merges'))} merges, the last from learners {names} · "
         f"in {size(status.get('bytes_received'))}, out {size(status.get('bytes_sent'))}"
         + (f" · syncer restarted {count(status['syncer_restarts'])} times" if status.get("syncer_restarts") else "")
     )
+
+
+def pace(status: Mapping[str, Any]) -> str:
+    """H that was set and H in effect, if network or syncer cannot keep up."""
+    wanted, effective = number(status.get("sync_every")), number(status.get("effective_sync_every"))
+    if wanted is None or effective is None or round(effective) <= wanted:
+        return ""
+    return f" · H {count(wanted)} -> {count(effective)}"
 
 
 def start_gate(status: Mapping[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """The protocol as a state machine: events in, actions out, time an argument (paper Algorithm 2).
 
 ``Rounds`` decides who is asked for which fragment, when a round closes, who was merged, what each learner is sent
-and when the run is over. It does no I/O and never blocks: the syncer, the in-process tests and the simulator all
-drive this object.
+and when the run is over. It does no I/O and never blocks: the syncer drives this object, over real links and over
+those inside one process, and so do the tests with virtual time.
 
 After every event, everything that depends on it or on the time is worked out anew (``_settle``), so that no order
 of events, and no lost one, can leave something waiting that should not. An event that makes no sense (an unknown

@@ -85,6 +85,6 @@ def self_test(*, sandboxed: bool) -> None:
     except Exception as error:
         raise UnsupportedError(
             f"torch {torch.__version__} changed the parts of torch.distributed.rpc that hf-diloco's links stand on "
-            f"({type(error).__name__}: {str(error)[:200]}); install a torch release that hf-diloco supports "
-            "(2.6 to 2.14)."
+            f"({type(error).__name__}: {str(error)[:200]}); install torch {wire.TESTED_TORCH}, with which hf-diloco is "
+            "tested."
         ) from error

@@ -139,6 +139,7 @@ def _handle_exception(result: Any) -> None:
         raise RemoteError(str(result))
 
 
+TESTED_TORCH = "2.13"
 _REPLACED = ("serialize", "deserialize", "_run_function", "_handle_exception", "_internal_rpc_pickler")
 
 
@@ -153,7 +154,7 @@ def install() -> None:
     if missing:
         raise UnsupportedError(
             f"torch {torch.__version__} has no {missing[0]!r} in torch.distributed.rpc, where hf-diloco replaces its "
-            "pickle codec; install a torch release that hf-diloco supports (2.6 to 2.14)."
+            f"pickle codec; install torch {TESTED_TORCH}, with which hf-diloco is tested."
         )
     codec = _Codec()
     internal._internal_rpc_pickler = api._internal_rpc_pickler = api._default_pickler = codec

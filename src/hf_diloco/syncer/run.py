@@ -376,6 +376,7 @@ class Run:
             "outer_step": self.outer_step,
             "total_steps": self.terms.config.total_steps,
             "num_fragments": self.terms.config.num_fragments,
+            "sync_every": self.terms.config.sync_every,
             "effective_sync_every": round(self.rounds.effective_sync_every, 1),
             **self.rounds.start_gate(now),
             **self.ledger.status(states, self._links),

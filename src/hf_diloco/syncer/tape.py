@@ -24,9 +24,11 @@ class Tape:
 
     Every line has ``kind`` and ``seconds`` since the tape began. Kinds: ``start`` (of a syncer process: settings,
     incarnation, wall clock time), ``layout``, ``values`` (digests of the initial values), ``join``, ``leave``,
-    ``round`` (one merge), ``applied`` (a learner's digest of what it applied), ``state`` (what a learner that begins
-    in mid-run has for its inner optimizer: ``source`` own, peer or warm-up), ``refusal``, ``warning``,
-    ``checkpoint``, ``recovered`` (the values that a restarted syncer goes on from), ``finish``.
+    ``round`` (one merge: participants, version and digest, timing, payload bytes of the merged updates and of the
+    publication as one learner gets it), ``applied`` (a learner's digest of what it applied), ``state`` (what a learner
+    that begins in mid-run has for its inner optimizer: ``source`` own, peer or warm-up), ``lease`` (of a shard),
+    ``refusal`` (of a learner, an update, or by a learner: what was published does not fit what it holds),
+    ``warning``, ``checkpoint``, ``recovered`` (the values that a restarted syncer goes on from), ``finish``.
 
     Args:
         path: of the file; it is made, or appended to. A last line that a crash cut off is removed.

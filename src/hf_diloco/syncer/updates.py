@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,15 @@ from hf_diloco.syncer.tape import Tape
 logger = logging.getLogger(__name__)
 
 _START_OVER_AFTER = 3  # refused updates in a row: the learner gets the global parameters anew
+
+
+@dataclass
+class _Collected:
+    """What has been accepted for one round."""
+
+    sum: MergeAccumulator
+    participants: list[dict[str, Any]] = field(default_factory=list)  # as the tape will show them
+    bytes_received: int = 0
 
 
 class Updates:
@@ -42,9 +52,8 @@ class Updates:
         self._outer_step = outer_step
         self._inspector = Inspector(state.layout)
         self._refused_in_a_row: dict[int, int] = {}  # by learner
-        self._arrived: tuple[ms.Update, Tensor | None] | None = None  # the one being handled, decoded
-        self._sums: dict[ms.RoundId, MergeAccumulator] = {}
-        self._taken: dict[ms.RoundId, list[dict[str, Any]]] = {}  # participants, as the tape will show them
+        self._arrived: tuple[ms.Update, Tensor | None, int] | None = None  # being handled: decoded, and bytes it took
+        self._collected: dict[ms.RoundId, _Collected] = {}
 
     def arrive(self, learner_id: int, message: ms.Update, payload: Tensor | None) -> ev.Answered:
         """An update is here. Returns what the protocol is told; if it wants it, :meth:`accept` comes next.
@@ -61,7 +70,7 @@ class Updates:
             self._refuse(learner_id, message, refused)
         elif message.steps > 0:
             self._refused_in_a_row[learner_id] = 0
-        self._arrived = (message, shipped)
+        self._arrived = (message, shipped, 0 if payload is None else payload.numel())
         return ev.Answered(
             learner_id=learner_id,
             round=message.round,
@@ -91,14 +100,16 @@ class Updates:
     def accept(self, action: ev.AcceptUpdate) -> None:
         """Add the update that has just arrived to its round's sum."""
         assert self._arrived is not None
-        message, shipped = self._arrived
+        message, shipped, num_bytes = self._arrived
         assert shipped is not None
         index = message.fragment_index
-        if action.round not in self._sums:
-            self._sums[action.round] = self._state.new_accumulator(index)
+        if action.round not in self._collected:
+            self._collected[action.round] = _Collected(self._state.new_accumulator(index))
+        collected = self._collected[action.round]
         pseudogradient = self._state.pseudogradient(index, shipped, stale_anchor=action.stale_anchor)
-        self._sums[action.round].add(pseudogradient, action.weight)
-        self._taken.setdefault(action.round, []).append(
+        collected.sum.add(pseudogradient, action.weight)
+        collected.bytes_received += num_bytes
+        collected.participants.append(
             {"learner_id": action.learner_id, "update_id": message.update_id, "steps": message.steps,
              "tokens": message.tokens, "weight": action.weight, "norm": float(pseudogradient.norm())}
         )  # fmt: skip
@@ -110,8 +121,8 @@ class Updates:
     def merge(self, action: ev.MergeRound) -> ev.Merged:
         """Merge a round's sum into the global parameters."""
         started = time.monotonic()
-        participants = self._taken.pop(action.round)
-        merged = self._sums.pop(action.round).result()
+        collected = self._collected.pop(action.round)
+        participants, merged = collected.participants, collected.sum.result()
         with self._state.lock:  # no checkpoint between the merge and its line
             self._state.merge(action.fragment_index, merged, action.version, dict(action.participants))
             self._tape.write(
@@ -123,6 +134,8 @@ class Updates:
                 digest=self._state.digests[action.fragment_index],
                 participants=participants,
                 num_asked=action.num_asked,
+                bytes_received=collected.bytes_received,
+                bytes_published=self._state.payload(action.fragment_index, full=False)[0].numel(),
                 quorum_seconds=round(action.quorum_seconds, 4),
                 grace_seconds=round(action.grace_seconds, 4),
                 merge_seconds=round(time.monotonic() - started, 4),
@@ -136,5 +149,4 @@ class Updates:
 
     def discard(self, round_id: ms.RoundId) -> None:
         """The round is not merged."""
-        self._sums.pop(round_id, None)
-        self._taken.pop(round_id, None)
+        self._collected.pop(round_id, None)
