@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hf_diloco.cli.local_run import shorter
+
 EXAMPLES = Path(__file__).resolve().parent
 SCRIPT = EXAMPLES / "pretrain_clm.py"
 LEAST_MEAN_PARTICIPANTS = 1.8
@@ -105,11 +107,6 @@ def train_alone(words: list[str], output_dir: Path) -> int:
             if line.startswith("{'"):
                 print("  " + line.rstrip(), flush=True)
     return process.returncode
-
-
-def shorter(path: Path) -> Path:
-    """The same place, from the working directory or from the root, whichever takes fewer letters."""
-    return Path(min(os.path.relpath(path), str(path.absolute()), key=len))
 
 
 def environment() -> dict[str, str]:

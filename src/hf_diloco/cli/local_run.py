@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -50,6 +51,7 @@ class LocalRun:
         max_restarts: int = 0,
     ) -> None:
         self._directory = directory
+        self._shown = shorter(directory.path)
         self._launchers, self._script = launchers, script
         self._grace_seconds, self._max_restarts = grace_seconds, max_restarts
         self._syncer: Supervised | None = None
@@ -104,7 +106,7 @@ class LocalRun:
             only_after_signals=True,
             command=lambda: [*command, "--listen", self._join["HF_DILOCO_SYNCER"], *flags],
         )
-        self._display.message(f"Run directory {self._directory.path}")
+        self._display.message(f"Run directory {self._shown}")
         deadline = time.monotonic() + _SYNCER_START_SECONDS
         while not self._num_signals:
             address = self._directory.read_status().get("address")
@@ -144,7 +146,7 @@ class LocalRun:
             self._learners.append(Supervised(f"Learner {learner_id}", child, self._max_restarts))
         several = f" of {num_processes} processes in all" if num_processes > len(self._learners) else ""
         self._display.message(
-            f"Syncer at {address}; {len(self._learners)} learners{several} started, logs in {self._directory.logs}"
+            f"Syncer at {address}; {len(self._learners)} learners{several} started, logs in {self._shown / 'logs'}"
         )
 
     # -------------------------------------------------------------------------------------------------------- watching
@@ -298,8 +300,13 @@ class LocalRun:
             )
         for item in failed:
             lines.append(f"{item.name.lower()} did not end well: {meaning(item.exit_code or 0)}; see {item.child.log}")
-        lines.append(f"model: {self._directory.model}" if self._directory.model.is_dir() else "model: none")
+        lines.append(f"model: {self._shown / 'model'}" if self._directory.model.is_dir() else "model: none")
         good = finished and not failed and len(self._learners) == len(self._launchers)
         as_told = self._num_signals > 0 and not failed
         self._display.message("\n".join(lines), style="green" if good else "yellow" if as_told else "red")
         return good
+
+
+def shorter(path: Path) -> Path:
+    """The same place, from the working directory or from the root, whichever takes fewer letters."""
+    return Path(min(os.path.relpath(path), str(path.absolute()), key=len))
