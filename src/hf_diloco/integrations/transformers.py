@@ -47,8 +47,8 @@ class DiLoCoCallback(TrainerCallback):
     What it changes for this learner, because each learner is a world of its own: ``args.output_dir`` becomes
     ``{output_dir}/learner-{id}``, ``args.run_name`` ends in ``-learner-{id}`` (what comes before is the group in
     Weights & Biases, if ``WANDB_RUN_GROUP`` is not set), ``args.push_to_hub`` is off (all would push to one repository;
-    push what the syncer exports, which nothing does by itself), and the order of the data depends on the learner's id as
-    well as on ``args.data_seed`` (or ``args.seed``).
+    push what the syncer exports, which nothing does by itself), and the order of the data depends on the learner's id
+    as well as on ``args.data_seed`` (or ``args.seed``).
 
     While it trains, SIGTERM (and the end of an ``accelerate launch`` above it) makes this learner ship what it has,
     take leave and save a Trainer checkpoint of the step it is at; then ``train()`` does not return, but raises
