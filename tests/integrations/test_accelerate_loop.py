@@ -18,7 +18,7 @@ from trainers import make_data, make_model, plugin
 from transformers import default_data_collator, get_scheduler
 
 from hf_diloco import DiLoCo, SyncerConfig
-from hf_diloco.errors import DiLoCoError, DiLoCoWarning
+from hf_diloco.errors import DiLoCoError, DiLoCoWarning, UnsupportedError
 from hf_diloco.learner.data import shard_dataset
 from hf_diloco.learner.lease import lease_of
 from hf_diloco.links.in_process import InProcessHub
@@ -382,11 +382,52 @@ def test_a_scheduler_that_comes_too_late_is_warned_about(start):
         diloco.leave()
 
 
-def test_a_model_that_was_left_in_evaluation_mode_is_warned_about(start):
-    loop = Loop(start(total_steps=1000, finish_wait_seconds=0.1))
+def test_a_model_that_is_left_in_evaluation_mode_is_merged_all_the_same(start):
+    run = start(total_steps=12)
+    loop = Loop(run)
     loop.model.eval()
-    with pytest.warns(DiLoCoWarning, match=r"no tokens were counted in 20 updates.*model\.train\(\)"):
-        loop.train(25)
+    loop.train(12)
+    assert run.over()
+    assert run.account()["tokens_merged"] == run.account()["tokens_trained"] > 0
+
+
+class Forward:
+    """A model of which only the forward method is called."""
+
+    def __init__(self, model):
+        self.forward = model.forward
+
+    def __call__(self, **batch):
+        return self.forward(**batch)
+
+
+@pytest.mark.parametrize("counted", [0, 12])
+def test_updates_without_tokens_would_be_lost_and_are_an_error(start, counted):
+    """From the start, or from some step on."""
+    loop = Loop(start(total_steps=1000, link_timeout_seconds=1))
+    model, loop.model = loop.model, loop.model if counted else Forward(loop.model)
+
+    def change(loop):
+        if loop.updates == counted:
+            loop.model = Forward(model)
+
+    with pytest.raises(UnsupportedError, match=r"no tokens were counted in 10 updates.*model\(\*\*batch\)"):
+        loop.train(1000, at=change)
+    assert loop.updates == counted + 10
+
+
+def test_what_is_unfrozen_in_mid_run_is_named(start):
+    loop = Loop(start(total_steps=1000, link_timeout_seconds=1))
+    loop.model.lm_head.requires_grad_(False)
+    loop.model.model.norm.requires_grad_(False)
+
+    def unfreeze(loop):
+        if loop.updates == 5:
+            loop.model.requires_grad_(True)
+
+    with pytest.raises(UnsupportedError, match=r"'model\.norm\.weight' was frozen .*1 others"):
+        loop.train(1000, at=unfreeze)
+    assert loop.updates == 5
 
 
 def test_a_cell_of_a_notebook_that_runs_again(tmp_path):

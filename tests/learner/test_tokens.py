@@ -80,8 +80,12 @@ def test_scalars_are_not_samples():
 def test_evaluation_is_not_training(llama):
     with torch.no_grad():
         assert count(llama, input_ids=IDS) == 0
-    llama.eval()
-    assert count(llama, input_ids=IDS) == 0
+        llama.eval()
+        assert count(llama, input_ids=IDS) == 0
+
+
+def test_a_model_left_in_evaluation_mode_is_trained_all_the_same(llama):
+    assert count(llama.eval(), input_ids=IDS) == 12
 
 
 def test_tokens_add_up_until_they_are_taken(llama):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from hf_diloco.config import DiLoCoPlugin
-from hf_diloco.errors import DiLoCoError, DiLoCoWarning
+from hf_diloco.errors import DiLoCoError, UnsupportedError
 from hf_diloco.integrations.arguments import check_optimizer
 from hf_diloco.integrations.model_files import model_files
 from hf_diloco.integrations.schedules import follow
@@ -33,7 +32,7 @@ from hf_diloco.links.token import read_token
 logger = logging.getLogger(__name__)
 
 _RANK_NAMES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")  # those that Accelerate goes by
-_STEPS_WITHOUT_TOKENS = 20  # then something is wrong; counts that are on their way from a GPU come within a step or two
+_STEPS_WITHOUT_TOKENS = 10  # in a row: then something is wrong; counts that are on their way from a GPU come within a step or two
 
 
 def check_token(plugin: DiLoCoPlugin) -> None:
@@ -86,9 +85,10 @@ class Membership:
         self._optimizer = inner_optimizer(optimizer)
         self._joint_step: int | None = None  # of the checkpoint of the whole run that is being saved
         self._counter = TokenCounter(model)
-        self._num_tokenless: int | None = 0  # steps at the beginning without tokens; None: it counts
+        self._num_tokens, self._num_tokenless = 0, 0  # in all; updates in a row without
         self._ranks = ranks_of_this_learner()
         parameters = ModelParameters(model, self._ranks.bulk)
+        self._parameters = parameters
         check_optimizer(self._optimizer, parameters.trainable)
         files = model_files(parameters, processing_class)
         self.learner: Learner | Follower
@@ -135,9 +135,13 @@ class Membership:
 
         Returns:
             False when training ends here; then the model holds the final global values, if :attr:`holds_global`.
+
+        Raises:
+            UnsupportedError: updates without tokens, or of parameters that are not synced; they would be lost.
         """
         tokens, goes_on = self._counter.take(wait=is_last), True
-        self._look_at(tokens)
+        self._parameters.check_frozen()
+        self._check_tokens(tokens, is_last)
         if not was_skipped:
             goes_on = self.learner.step(tokens, loss=loss, data_digest=self._counter.data_digest())
             follow(self._scheduler, self.learner.global_step)
@@ -148,19 +152,15 @@ class Membership:
             self.finish()
         return goes_on
 
-    def _look_at(self, tokens: int) -> None:
-        """Warn once of training without tokens: updates have no weight then, and are never merged."""
-        if tokens or self._num_tokenless is None:
-            self._num_tokenless = None
-            return
-        self._num_tokenless += 1
-        if self._num_tokenless == _STEPS_WITHOUT_TOKENS:
-            warnings.warn(
-                f"no tokens were counted in {_STEPS_WITHOUT_TOKENS} updates, and without tokens nothing is merged. "
-                "Call model.train() before the loop, and give batches to the model itself (model(**batch)), not to a "
-                "part or a method of it.",
-                DiLoCoWarning,
-                stacklevel=4,
+    def _check_tokens(self, tokens: int, is_last: bool) -> None:
+        """Updates without tokens have no weight, and would never be merged."""
+        self._num_tokens += tokens
+        self._num_tokenless = 0 if tokens else self._num_tokenless + 1
+        if self._num_tokenless == _STEPS_WITHOUT_TOKENS or (is_last and not self._num_tokens):
+            raise UnsupportedError(
+                f"no tokens were counted in {self._num_tokenless} updates, and without tokens nothing is merged. Give "
+                "batches to the model itself (model(**batch)), not to a part or a method of it, and with gradients "
+                "enabled. What calls several parts goes into the forward method of one module around them."
             )
 
     def end_pass(self) -> None:

@@ -71,6 +71,20 @@ class ModelParameters:
         for module in self._fsdp_modules:
             module.reshard()
 
+    def check_frozen(self) -> None:
+        """What was frozen when training started still is.
+
+        Raises:
+            UnsupportedError: some of it is trained now; it would be another one at each learner.
+        """
+        found = [name for name, of in self._frozen.items() if of.tensor.requires_grad]
+        if found:
+            raise UnsupportedError(
+                f"{found[0]!r} was frozen when training started and is trained now (as are {len(found) - 1} others), "
+                "but only what was trainable at the start is synced. Have it trainable from the start, with learning "
+                "rate 0 until its time comes; or begin another run for each stage, from the model of the one before."
+            )
+
     # ------------------------------------------------------------------------------------------------ one fragment
 
     def read(self, fragment: Fragment) -> Snapshot:

@@ -16,7 +16,7 @@ _IGNORED_LABEL = -100
 
 
 class TokenCounter:
-    """Counts what goes through a model's training forwards (training mode, gradients enabled; evaluation is not).
+    """Counts what goes through a model's forwards with gradients enabled, whether in training or evaluation mode.
 
     Tokens of a call: the sum of a two-dimensional ``attention_mask``; else the size of ``input_ids``; else that of
     ``inputs_embeds`` without its last dimension; else the number of samples (vision). Encoder-decoder models: plus the
@@ -79,7 +79,7 @@ class TokenCounter:
         self._examples = ExamplesRead()
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not (module.training and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():  # evaluation; the mode does not tell: a base model may be tuned in eval mode
             return
         inputs = kwargs
         if args and isinstance(args[0], Tensor) and self._main_input not in kwargs:
