@@ -32,7 +32,7 @@ from hf_diloco.links.token import read_token
 logger = logging.getLogger(__name__)
 
 _RANK_NAMES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")  # those that Accelerate goes by
-_STEPS_WITHOUT_TOKENS = 10  # in a row: then something is wrong; counts that are on their way from a GPU come within a step or two
+_STEPS_WITHOUT_TOKENS = 10  # in a row: something is wrong; counts on their way from a GPU come within a step or two
 
 
 def check_token(plugin: DiLoCoPlugin) -> None:
