@@ -22,7 +22,7 @@ def test_a_run_that_finishes(launch):
     output = run.output.read_text()
     assert "The run has finished" in output
     assert "mean participants" in output
-    assert f"model: {run.directory.model}" in output
+    assert "model: run/model" in output.splitlines(), "from the working directory, as that is shorter"
     assert "learner 1: tokens merged / trained" in output
     import transformers
 
