@@ -8,7 +8,6 @@ DiLoCoError
 │   ├── SyncerUnreachableError  nobody answers at the syncer's address (also a ConnectionError)
 │   ├── AuthenticationError     the token is wrong (also a PermissionError)
 │   └── LearnerRefusedError     the syncer refused: other layout, base model, total steps, id in use, ...
-├── SyncerLostError             the syncer went away and did not come back in time
 └── MessageError                bytes from a peer do not form a valid message
 
 DiLoCoWarning                   something is probably not what you meant (a UserWarning)
@@ -47,10 +46,6 @@ class AuthenticationError(JoinError, PermissionError):
 
 class LearnerRefusedError(JoinError):
     """The syncer refused this learner; the message names the first difference and the remedy."""
-
-
-class SyncerLostError(DiLoCoError):
-    """The syncer went away and did not come back within the time allowed."""
 
 
 class MessageError(DiLoCoError):

@@ -6,7 +6,6 @@ All processes of a run carry its mark in their environment, also those whose par
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +49,6 @@ class Holdings:
     num_fds: int
     num_regions: int  # memfd
     listening: frozenset[int]  # TCP ports
-    resident_bytes: int
 
 
 def processes(mark: str) -> list[Process]:
@@ -115,22 +113,11 @@ def holdings(pid: int) -> Holdings:
     """What it holds open; nothing if it is gone."""
     links = _links(pid)
     listening = frozenset(local for local, remote in _tcp_ports(pid, links) if not remote)
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except OSError:
-        pages = 0
     return Holdings(
         num_fds=len(links),
         num_regions=sum(link.startswith("/memfd:") for link in links),
         listening=listening,
-        resident_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
     )
-
-
-def kill_all(found: Iterable[Process]) -> None:
-    """SIGKILL to each."""
-    for one in found:
-        one.signal(signal.SIGKILL)
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -42,7 +42,8 @@ class ModelParameters:
         group: A gloo group of all ranks of this learner, for the rows that rank 0 does not hold; None with one rank.
 
     Raises:
-        UnsupportedError: the parameters are sharded (FSDP, DeepSpeed), without data (meta device), or not real numbers.
+        UnsupportedError: the parameters are out of reach (FSDP version 1, DeepSpeed's pipelines and experts, or its
+            fp32 masters without ZeRO), without data (meta device), or not real numbers.
         NoTrainableParametersError: no parameter has ``requires_grad=True``.
     """
 
