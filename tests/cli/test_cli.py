@@ -181,7 +181,7 @@ def test_an_unwritable_run_directory_exits_with_1(hf_diloco):
 def checkpoint(directory: RunDirectory, step: int) -> None:
     hello = Hello(
         incarnation="a", host="here", shapes=(("weight", (2,)),), averaged=(), constants_digest="", total_steps=10,
-        num_shards=None, library_version=library.__version__, torch_version=torch.__version__, global_step=0, held=(),
+        num_shards=None, library_version=library.__version__, global_step=0, held=(),
     )  # fmt: skip
     terms = Terms.from_first(SyncerConfig(), 0, hello)
     state, supply = GlobalState(terms.layout, terms.config), Supply()

@@ -15,6 +15,7 @@ import train_ranks
 from processes import Process, Run, wait_until
 from safetensors.torch import load_file
 
+from hf_diloco import last_checkpoint
 from hf_diloco.learner.data import data_seed
 from hf_diloco.syncer.run_directory import RunDirectory
 from hf_diloco.syncer.saved_run import latest_run
@@ -170,6 +171,58 @@ def check_ranks_agree_so_far(run: Run, kind: str, life: int) -> None:
     first, second = (diary(run, kind, 1, rank, life) for rank in (0, 1))
     num_steps = min(len(first), len(second))
     assert first[:num_steps] == second[:num_steps]
+
+
+def moments(run: Run, kind: str, life: int, rank: int) -> list[dict[str, Any]]:
+    lines = (run.path / f"{kind}-1-{life}.rank-{rank}.moments").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def check_resumed(run: Run, kind: str, life: int) -> None:
+    """It began with what its last life had in its last whole checkpoint, on both ranks, and needed no warm-up."""
+    states = [line for line in run.tape() if line["kind"] == "state"]
+    assert [(line["source"], line["reason"]) for line in states] == [("own", "")] * (life - 1)
+    assert "is warmed up" not in run.learners[1].tail(1 << 20)
+    for rank in (0, 1):
+        begins = moments(run, kind, life, rank)[0]
+        assert begins["begins"]
+        saved = [line for line in moments(run, kind, life - 1, rank) if line["step"] == begins["step"]]
+        assert [line["digest"] for line in saved if not line["begins"]] == [begins["digest"]] != [None]
+        assert diary(run, kind, 1, rank, life)[1]["step"] == begins["step"] + 1 > 1
+
+
+@pytest.mark.timeout(600)  # three starts of two processes each; DeepSpeed also compiles a part of itself
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
+def test_sharded_learners_go_on_from_their_own_checkpoints(start_run: Any, kind: str) -> None:
+    """Killed after a checkpoint; an FSDP2 learner is also preempted. The other one is slow: it does not end the run."""
+    skip_without_deepspeed(kind)
+    run = start_run(expected_learners=2, num_fragments=4, sync_every=4, finish_wait_seconds=1)
+    start_learner(run, 0, "plain", max_steps=300, step_seconds=1.0)
+    options = {"max_steps": 300, "step_seconds": 0.1, "resume": 1}
+    directory, life = run.path / "out" / "learner-1", 1
+    learner = start_learner(run, 1, kind, life, save_steps=5, **options)
+    joins = wait_until(lambda: joined(run, 1, 1), "the learner to join", SECONDS)
+    wait_until(lambda: joins[0] in merged(run) and last_checkpoint(str(directory)), "a checkpoint and a merge", SECONDS)
+    for rank in ranks_of(learner).values():
+        rank.kill()
+    assert learner.wait(60) != 0, learner.tail()
+    for life in (2, 3) if kind == "fsdp2" else (2,):
+        learner = start_learner(run, 1, kind, life, **options)
+        joins = wait_until(lambda life=life: run._alive() and joined(run, 1, life), "it to come back", SECONDS)
+        wait_until(lambda who=joins[-1]: run._alive() and who in merged(run), "it to be merged again", SECONDS)
+        check_resumed(run, kind, life)
+        if kind == "fsdp2" and life == 2:
+            ranks_of(learner)[0].terminate()
+            assert learner.wait(60) == 0, learner.tail()
+            assert learner.tail(20_000).count("exits") == 2, learner.tail()
+            check_ranks_agree(run, kind, 1, life)
+            last_step = diary(run, kind, 1, 0, life)[-1]["step"]
+            assert last_checkpoint(str(directory)) == str(directory / f"checkpoint-{last_step}")
+    for process in (*run.learners.values(), run.syncer):
+        assert process.wait(SECONDS) == 0, process.tail()
+    check_ranks_agree(run, kind, 1, life)
+    account = run.status()["learners"][1]
+    assert account["tokens_merged"] > 0
 
 
 # Of a checkpoint that the processes of a learner save together.

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
+from torch.distributed.tensor import DTensor
 from train_tiny import Pace, Reads, dataset, model, stream
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_diloco import DiLoCoCallback
+from hf_diloco import DiLoCoCallback, last_checkpoint
 from hf_diloco.core.codec import digest
 
 KINDS = ["plain", "compile", "ddp", "lora", "fsdp2", "zero1", "zero2", "zero3"]  # "lora": of two processes
@@ -45,6 +46,26 @@ class Diary(TrainerCallback):
 
     def _write(self, model, **facts) -> None:
         facts["digest"] = digest(torch.cat([value.flatten() for value in values(model).values()]))
+        print(json.dumps(facts), file=self._file, flush=True)
+
+
+class Moments(TrainerCallback):
+    """What this rank's part of the inner optimizer holds before the first step, and in each checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w")
+
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs) -> None:
+        self._write(optimizer, step=state.global_step, begins=True)
+
+    def on_save(self, args, state, control, optimizer=None, **kwargs) -> None:
+        self._write(optimizer, step=state.global_step, begins=False)
+
+    def _write(self, optimizer, **facts) -> None:
+        entries = optimizer.optimizer.state.values()
+        moments = [entry[key] for entry in entries for key in ("exp_avg", "exp_avg_sq")]
+        parts = [value.to_local() if isinstance(value, DTensor) else value for value in moments]
+        facts["digest"] = digest(torch.cat([part.flatten() for part in parts])) if parts else None
         print(json.dumps(facts), file=self._file, flush=True)
 
 
@@ -94,6 +115,8 @@ def main() -> None:
     parser.add_argument("--map_style", type=int, default=0, help="whether that data set is a table, not a stream")
     parser.add_argument("--order_seed", type=int, default=1)
     parser.add_argument("--hidden_size", type=int, default=16)
+    parser.add_argument("--save_steps", type=int, default=0, help="0: no checkpoints")
+    parser.add_argument("--resume", type=int, default=0, help="whether from its own newest checkpoint, if it has one")
     options = parser.parse_args()
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(level=logging.INFO, format=f"rank {rank} pid {os.getpid()} %(message)s")
@@ -109,7 +132,8 @@ def main() -> None:
     arguments = TrainingArguments(
         output_dir=str(options.output_dir), max_steps=options.max_steps, learning_rate=1e-3,
         per_device_train_batch_size=options.batch_size, lr_scheduler_type="cosine", report_to="none",
-        logging_steps=10, save_strategy="no", disable_tqdm=True, data_seed=options.order_seed, seed=1, **sharding,
+        logging_steps=10, save_strategy="steps" if options.save_steps else "no",
+        save_steps=options.save_steps or 500, disable_tqdm=True, data_seed=options.order_seed, seed=1, **sharding,
         accelerator_config={"dispatch_batches": bool(options.dispatch_batches) if options.stream else None},
     )  # fmt: skip
     if options.kind == "fsdp2":  # accelerate leaves FSDP out on a CPU, without a word
@@ -127,8 +151,10 @@ def main() -> None:
     )
     if options.stream:
         trainer.add_callback(Reads(Path(f"{options.result}.rank-{rank}.reads")))
+    if options.kind.startswith(("fsdp2", "zero")):
+        trainer.add_callback(Moments(Path(f"{options.result}.rank-{rank}.moments")))
     try:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=last_checkpoint(trainer.args.output_dir) if options.resume else None)
     except SystemExit as told_to_stop:
         print(f"rank {rank} exits", flush=True)
         if options.kind == "fsdp2":

@@ -237,7 +237,7 @@ def test_a_malformed_hello_is_not_said_again_and_again():
 
     hello = ms.Hello(
         incarnation="a", host="h", shapes=(), averaged=(), constants_digest="", total_steps="5000", num_shards=None,
-        library_version="0", torch_version="0", global_step=0, held=(),
+        library_version="0", global_step=0, held=(),
     )  # fmt: skip
     link = Link()
     exchange = Exchange(0, "a", link, hello=lambda: hello, make_layout=lambda _: pytest.fail("no run"))

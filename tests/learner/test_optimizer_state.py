@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import Adafactor
 
 from hf_diloco.errors import MessageError, UnsupportedError
 from hf_diloco.learner import optimizer_state
@@ -224,7 +225,24 @@ def test_optimizers_that_are_not_served() -> None:
     with pytest.raises(UnsupportedError, match=r"LBFGS makes no step with zero gradients"):
         lbfgs.fill()
     assert model.weight.grad is None
-    assert optimizer_state.optimizer_state(trainable, Own(model.parameters(), lr=0.1)) is None
+    assert optimizer_state.optimizer_state(trainable, Own(model.parameters(), lr=0.1))[0] is None
+
+
+def test_whether_an_optimizer_has_learned_something(make: Callable[..., torch.optim.Optimizer]) -> None:
+    trained = Trained(make)
+    assert not optimizer_state.has_learned(trained.optimizer), "Adagrad begins with sums of zero"
+    trained.step(0)
+    assert optimizer_state.has_learned(trained.optimizer)
+
+
+def test_an_optimizer_that_is_not_of_torch_has_learned_something_too() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = Adafactor(model.parameters(), lr=0.01, relative_step=False, scale_parameter=False)
+    assert not optimizer_state.has_learned(optimizer)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert optimizer_state.has_learned(optimizer)
+    assert not optimizer_state.has_learned(None)
 
 
 def test_a_warm_up_rises_to_the_rate_of_the_schedule() -> None:

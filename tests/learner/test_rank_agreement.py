@@ -151,3 +151,9 @@ def test_a_rank_that_is_gone_is_an_error_of_ours() -> None:
 def test_one_rank_agrees_at_once() -> None:
     plan = Plan(word=Word.STOP, operations=[Operation(Kind.CUT, 1)], steps=1, tokens=5)
     assert OneRank().agree(plan) is plan
+
+
+@pytest.mark.parametrize("who", [set(), {0}, {2}, {0, 1, 2}])
+def test_what_is_true_on_any_rank(who: set[int]) -> None:
+    assert on_all_ranks(lambda ranks: ranks.any(ranks.rank in who)) == [bool(who)] * 3
+    assert OneRank().any(bool(who)) == bool(who)

@@ -241,7 +241,7 @@ def test_a_hello_of_a_big_model(world: World) -> None:
     shapes = tuple((f"model.layers.{index}.mlp.experts.down_proj.weight", (4096, 4096)) for index in range(60_000))
     hello = Hello(
         incarnation="a", host="here", shapes=shapes, averaged=(), constants_digest="", total_steps=None,
-        num_shards=None, library_version="", torch_version="", global_step=0, held=(),
+        num_shards=None, library_version="", global_step=0, held=(),
     )  # fmt: skip
     link.send(hello)
     assert until(world.syncer, Received).message == hello

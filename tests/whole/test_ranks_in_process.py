@@ -12,6 +12,9 @@ from in_process_world import World, make_model, parameters, train
 from ranked import RankedLearner
 from torch import nn
 
+from hf_diloco.core import messages as ms
+from hf_diloco.links.in_process import InProcessHub
+
 pytestmark = pytest.mark.fast
 
 
@@ -60,6 +63,48 @@ def test_alone_it_is_plain_training(tmp_path: Path) -> None:
     moved = (parameters(model) - parameters(make_model())).norm()
     assert (parameters(world.models[0]) - parameters(model)).norm() <= 1e-5 * moved
     assert len(world.tape("round")) >= 8
+
+
+class Withholding(InProcessHub):
+    """Values for learner 0 are lost while ``withholds``; what is said to it arrives."""
+
+    withholds = False
+
+    def send(self, learner_ids: list[int], message: ms.Message, payload: torch.Tensor | None = None) -> None:
+        kept = [who for who in learner_ids if not (self.withholds and who == 0 and isinstance(message, ms.Publication))]
+        super().send(kept, message, payload)
+
+
+def test_on_a_new_link_all_ranks_take_over_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: it is not the first value that brings it."""
+    monkeypatch.setattr("in_process_world.InProcessHub", Withholding)
+    world = World(tmp_path, expected_learners=2, num_fragments=2, sync_every=4)
+    ranked = RankedLearner(world, 0, steps=500, pace_seconds=0.05).start()
+    world.start(train, world, 1, steps=500)
+
+    def wait_until(condition: Any) -> None:
+        while not condition():
+            assert not any(ranked.ended), ranked.ended
+            threading.Event().wait(0.001)
+
+    def step(rank: int) -> int:
+        learner = ranked.learners[rank]
+        return 0 if learner is None else learner.global_step
+
+    wait_until(lambda: ranked.seen[0] and len(world.tape("round")) >= 4)
+    world.hub.cut(0)
+    wait_until(lambda: world.syncer.status()["outer_step"] >= step(0) + 60)
+    world.hub.withholds, clock = True, world.syncer.status()["outer_step"]
+    world.hub.heal(0)
+    num_seen = len(ranked.seen[0])
+    wait_until(lambda: min(step(0), step(1)) >= clock)
+    assert len(ranked.seen[0]) < num_seen + 30, "it got there step by step"
+    world.hub.withholds = False
+    world.hub.cut(0)
+    world.hub.heal(0)
+    world.join()
+    ranked.check_ranks_agree()
+    assert ranked.ended[0] == "finished"
 
 
 def test_all_ranks_start_over_at_the_same_step(tmp_path: Path) -> None:
@@ -150,3 +195,33 @@ def test_all_ranks_begin_with_the_same_optimizer_state(tmp_path: Path, has_donor
     assert all(torch.equal(mine[key], other[key]) for key in mine)
     if has_donor:
         assert any(float(value.abs().sum()) > 0 for key, value in mine.items() if "exp_avg" in key)
+
+
+@pytest.mark.parametrize("is_restored", [True, False])
+def test_an_optimizer_whose_state_is_not_exchanged_keeps_its_own(
+    tmp_path: Path, is_restored: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Other(torch.optim.AdamW):
+        """None of torch's own; a peer's state is not for it."""
+
+    world = World(tmp_path, num_fragments=2, sync_every=4)
+    started = threading.Event()
+    first = RankedLearner(world, 0, steps=200, make_optimizer=Other, at={(0, 10): lambda ranked: started.set()}).start()
+    assert started.wait(60)
+    second = RankedLearner(world, 1, steps=200, make_optimizer=Other)
+    for optimizer in second.optimizers if is_restored else ():
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                tensor.grad = torch.ones_like(tensor)
+        optimizer.step()
+        optimizer.zero_grad()
+    with caplog.at_level("INFO", "hf_diloco"):
+        second.start()
+        world.join()
+    for ranked in (first, second):
+        ranked.check_ranks_agree()
+        assert ranked.ended[0] == "finished"
+    (line,) = world.tape("state")
+    assert line["source"] == ("own" if is_restored else "warm-up")
+    assert line["reason"] == "" if is_restored else line["reason"].endswith("Other is not an optimizer of torch.optim")
+    assert caplog.text.count("is warmed up") == (0 if is_restored else 2)

@@ -46,7 +46,6 @@ class Hello:
     )
     num_shards: int | None  # over how many shards its data set is split; None: not split by us
     library_version: str  # hf_diloco.__version__
-    torch_version: str
     global_step: int  # g of this learner in this run; 0 for a new process
     held: tuple[Version, ...]  # version of each fragment it holds; empty for a new process
     shard: int | None = None  # it reads or would begin with; None: its shard is its own affair

@@ -37,11 +37,12 @@ class Donor:
     Args:
         learner_id: this learner's number.
         exchange: of this learner.
-        state: None if there is no optimizer, or one of another kind.
+        state: None if it cannot be given away.
+        why_not: the reason for that.
     """
 
-    def __init__(self, learner_id: int, exchange: Exchange, state: OptimizerState | None) -> None:
-        self._learner_id, self._exchange, self._state = learner_id, exchange, state
+    def __init__(self, learner_id: int, exchange: Exchange, state: OptimizerState | None, why_not: str) -> None:
+        self._learner_id, self._exchange, self._state, self._why_not = learner_id, exchange, state, why_not
         self._plans: dict[int, StatePlan] = {}  # by recipient: as it was offered
         self._wanted: deque[ms.WantPiece] = deque()
 
@@ -65,7 +66,7 @@ class Donor:
     def _offer(self, recipient_id: int) -> None:
         try:
             if self._state is None:
-                raise UnsupportedError("its optimizer is not known")
+                raise UnsupportedError(self._why_not)
             plan = self._state.plan()
         except UnsupportedError as error:
             self._decline(recipient_id, str(error))
@@ -260,12 +261,25 @@ def take_state(
     state: OptimizerState | None,
     boundary: Callable[[], object],
     interrupted: Callable[[], bool],
+    *,
+    has_own: bool,
+    why_not: str,
 ) -> ms.StateTaken:
-    """Give an optimizer that begins in mid-run its own state, else a peer's; else it needs a warm-up, which is said."""
-    if state is None:
-        taken = ms.StateTaken(source="warm-up", reason="its optimizer is not one of torch.optim over the model")
-    elif not state.is_empty:
+    """Give an optimizer that begins in mid-run its own state, else a peer's; else it needs a warm-up, which is said.
+
+    Args:
+        learner_id: this learner's number.
+        exchange: of this learner, which has joined.
+        state: None if it cannot be exchanged.
+        boundary: applies publications, while this waits for a peer's state.
+        interrupted: looked at while waiting.
+        has_own: the optimizer, whatever its kind, has state that was restored with it.
+        why_not: it cannot be exchanged.
+    """
+    if has_own:
         taken = ms.StateTaken(source="own", reason="")
+    elif state is None:
+        taken = ms.StateTaken(source="warm-up", reason=why_not)
     else:
         taken = Recipient(learner_id, exchange, state, boundary, interrupted).take()
     if taken.source == "peer":

@@ -64,7 +64,8 @@ class Exchange:
         self.supply_wanted = False
         self.lease: ms.LeaseShard | None = None  # the last one on this link
         self.save_wanted: int | None = None  # outer step of a checkpoint of the whole run that we are to be part of
-        self.started_at: int | None = None  # outer step when the start gate opened
+        self.started_at: int | None = None  # outer step when the start gate opened, or at the last new link
+        self.keep_up_with: int | None = None  # the same, until the training thread has taken it
         self.stop_reason: str | None = None
         self.released: ms.Released | None = None
         self.linked = False
@@ -231,7 +232,7 @@ class Exchange:
             elif isinstance(message, ms.SendValues):
                 self.supply_wanted = True
             elif isinstance(message, ms.Start):
-                self.started_at = message.outer_step
+                self.started_at = self.keep_up_with = message.outer_step
             elif isinstance(message, ms.Stop):
                 self.stop_reason = message.reason
             elif isinstance(message, ms.Released):

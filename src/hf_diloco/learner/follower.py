@@ -51,6 +51,7 @@ class Follower(Rank):
         if self._lease is not None and shard is not None:
             self._lease.move(shard)
         if takes_state:
+            self._has_own_state()
             self._follow()
             if receive_state(self._ranks, self._optimizer_state) == "warm-up":
                 self._warm_up()

@@ -90,7 +90,7 @@ class Learner(Rank):
             make_layout=self._layout,
         )
         self._accounts = Accounts(self._exchange)
-        self._donor = Donor(self.learner_id, self._exchange, self._optimizer_state)
+        self._donor = Donor(self.learner_id, self._exchange, self._optimizer_state, self._why_not)
         self._reporter = Reporter(self._exchange, self._accounts)
         self._patience: Patience
 
@@ -145,22 +145,20 @@ class Learner(Rank):
         return Word.GO_ON
 
     def _joined(self) -> bool:
-        with self._exchange.lock:
-            exchange = self._exchange
+        with (exchange := self._exchange).lock:
             healed = bool(exchange.fragments) and all(local.version is not None for local in exchange.fragments)
-            if exchange.started_at is not None:
-                self.global_step = max(self.global_step, exchange.started_at)
             may_begin = exchange.started_at is not None or exchange.released is not None
             knows_shard = self._lease is None or exchange.lease is not None
-        return healed and knows_shard and may_begin and self._ranks.is_idle
+            has_kept_up = exchange.keep_up_with is None and self._ranks.is_idle
+        return healed and knows_shard and may_begin and has_kept_up
 
     def _take_state(self) -> None:
         """Give the inner optimizer the best state there is, on all ranks."""
-        state, taken, failure = self._optimizer_state, None, None
+        state, taken, failure, has_own = self._optimizer_state, None, None, self._has_own_state()
         try:
             taken = take_state(
                 self.learner_id, self._exchange, state,
-                lambda: self._boundary(self._plan()), lambda: self.interrupted,
+                lambda: self._boundary(self._plan()), lambda: self.interrupted, has_own=has_own, why_not=self._why_not,
             )  # fmt: skip
         except Exception as error:  # the other ranks are to hear of it before it is raised
             failure = error
@@ -190,7 +188,6 @@ class Learner(Rank):
             num_shards=self._plugin.num_shards if self._lease is None else self._lease.num_shards,
             shard=None if self._lease is None else self._lease.shard,
             library_version=hf_diloco.__version__,
-            torch_version=torch.__version__,
             global_step=self.global_step,
             held=tuple(local.version or none for local in self._exchange.fragments),
         )
@@ -269,6 +266,9 @@ class Learner(Rank):
         if exchange.supply_wanted and room:
             exchange.supply_wanted = False
             return Plan(operations=[Operation(Kind.SUPPLY)])
+        if exchange.keep_up_with is not None and room:
+            outer_step, exchange.keep_up_with = exchange.keep_up_with, None
+            return Plan(operations=[Operation(Kind.KEEP_UP, outer_step=outer_step)])
         return Plan(operations=self._accounts.plan(room))
 
     def _count(self, steps: int, tokens: int) -> None:
@@ -296,9 +296,9 @@ class Learner(Rank):
 
     def _pause(self) -> None:
         """Until something happens, but not for long."""
-        exchange = self._exchange
-        with exchange.changed:
+        with (exchange := self._exchange).changed:
             is_new = exchange.supply_wanted or (exchange.welcome is not None and self._welcome is None)
+            is_new = is_new or exchange.keep_up_with is not None
             if not self._ranks.is_idle or not (is_new or self._accounts.has_work()):
                 exchange.changed.wait(timeout=_PAUSE_SECONDS if self._ranks.is_idle else _SHORT_PAUSE_SECONDS)
 

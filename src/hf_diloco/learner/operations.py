@@ -21,6 +21,7 @@ class Kind(IntEnum):
     MIX = 5  # payload: the published value, to be mixed with the live one
     CUT = 6  # read the fragment, for an update
     START_OVER = 7  # write the published values of all fragments
+    KEEP_UP = 8  # the syncer's clock, as it is said on a new link
 
     @property
     def has_payload(self) -> bool:
@@ -49,7 +50,7 @@ class Operation:
 
     kind: Kind
     fragment_index: int = 0
-    outer_step: int = 0  # of the version that it brings
+    outer_step: int = 0  # of the version that it brings, or of the clock
     payload: Tensor | None = None
     done: Callable[[Snapshot | None], None] | None = None  # rank 0: settles accounts when it has been executed
 

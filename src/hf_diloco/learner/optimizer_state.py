@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -186,18 +187,35 @@ class OptimizerState:
         return self._tensor(part).reshape(-1)
 
 
-def optimizer_state(trainable: Mapping[str, Tensor], optimizer: Optimizer | None) -> OptimizerState | None:
-    """The state of this optimizer; None if it cannot be exchanged with other learners, which is logged.
+def optimizer_state(trainable: Mapping[str, Tensor], optimizer: Optimizer | None) -> tuple[OptimizerState | None, str]:
+    """The state of this optimizer; None if it cannot be exchanged with other learners, and why not.
 
     Raises:
         UnsupportedError: the optimizer has the weights themselves, in a place that cannot be reached.
     """
     check_masters(trainable.values(), optimizer)
+    if optimizer is None:
+        return None, "its optimizer is not known"
     try:
-        return None if optimizer is None else OptimizerState(trainable, optimizer)
+        return OptimizerState(trainable, optimizer), ""
     except UnsupportedError as error:
         logger.info("the optimizer's state cannot be exchanged with other learners: %s", error)
-        return None
+        return None, str(error)
+
+
+def has_learned(optimizer: Any) -> bool:
+    """Whether this rank's part of the optimizer has state of its own, of whatever kind the optimizer is.
+
+    State of zeros is none, nor are counters alone: some optimizers have them before their first step.
+    """
+    for entry in getattr(optimizer, "state", {}).values():
+        for value in entry.values():
+            part = value.to_local() if isinstance(value, DTensor) else value
+            if not torch.is_tensor(part) or part.dim() == 0:
+                continue
+            if type(part) is not Tensor or bool(part.any()):  # what is quantized cannot be looked at
+                return True
+    return False
 
 
 def piece_digest(content: Tensor) -> str:

@@ -14,7 +14,7 @@ from hf_diloco.core import messages as ms
 from hf_diloco.core.fragments import Fragment
 from hf_diloco.learner.lease import lease_of
 from hf_diloco.learner.operations import Kind, Operation, Plan
-from hf_diloco.learner.optimizer_state import optimizer_state
+from hf_diloco.learner.optimizer_state import has_learned, optimizer_state
 from hf_diloco.learner.parameters import ModelParameters
 from hf_diloco.learner.ranks import Ranks
 from hf_diloco.learner.snapshots import Snapshot
@@ -49,7 +49,7 @@ class Rank(ABC):
         self._lease, self._num_passes = lease_of(plugin), 0
         self._constants_digest = parameters.constants_digest()
         self._optimizer = optimizer
-        self._optimizer_state = optimizer_state(parameters.trainable, optimizer)
+        self._optimizer_state, self._why_not = optimizer_state(parameters.trainable, optimizer)
         self._fragments: Sequence[Fragment] = ()
         self._welcome: ms.Welcome | None = None
         self._interrupted: Callable[[], bool] = never
@@ -100,6 +100,10 @@ class Rank(ABC):
         """End the link without a word, as after an exception; the syncer counts this learner as absent. Idempotent."""
         self._ranks.close()
 
+    def _has_own_state(self) -> bool:
+        """Whether the inner optimizer has state that was restored with it, on any rank; all ranks call it."""
+        return self._ranks.any(has_learned(self._optimizer))
+
     def _warm_up(self) -> None:
         """Warm up the inner learning rate: the optimizer begins without state."""
         assert self._optimizer is not None
@@ -132,6 +136,8 @@ class Rank(ABC):
             self.restore()
             self._keep_up(operation.outer_step)
             self._starts_over = True
+        elif operation.kind is Kind.KEEP_UP:
+            self._keep_up(operation.outer_step)
         elif operation.kind is Kind.CUT:
             return self._parameters.read(self._fragments[operation.fragment_index])
         else:
@@ -157,7 +163,7 @@ class Rank(ABC):
         return self._parameters.read(fragment) if exact else None
 
     def _keep_up(self, outer_step: int) -> None:
-        """The model holds a version of this outer step."""
+        """The model holds a version of this outer step, or the syncer's clock says it on a new link."""
         assert self._welcome is not None
         self.global_step = max(self.global_step, min(outer_step, self._welcome.total_steps))
 

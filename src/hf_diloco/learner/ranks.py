@@ -56,6 +56,9 @@ class Ranks(Protocol):
     def share_tensor(self, tensor: Tensor) -> None:
         """Rank 0's values, on all ranks; waits."""
 
+    def any(self, is_true: bool) -> bool:
+        """Whether it is true on some rank; waits."""
+
     def close(self) -> None:
         """The learner has ended on all ranks. Idempotent."""
 
@@ -83,6 +86,10 @@ class OneRank:
 
     def share_tensor(self, tensor: Tensor) -> None:
         """It is where it is."""
+
+    def any(self, is_true: bool) -> bool:
+        """What it is here."""
+        return is_true
 
     def close(self) -> None:
         """Nothing to end."""
@@ -167,6 +174,12 @@ class SeveralRanks:
         """Rank 0's values, on all ranks; waits."""
         if tensor.numel():
             self._wait(self._payloads.broadcast(tensor, 0))
+
+    def any(self, is_true: bool) -> bool:
+        """Whether it is true on some rank; waits."""
+        num_true = torch.tensor([int(is_true)])
+        self._wait(self._payloads.allreduce([num_true]))
+        return int(num_true) > 0
 
     def close(self) -> None:
         """Give up the groups, unless something is under way in them (an error cut the learner short)."""
