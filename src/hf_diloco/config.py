@@ -62,6 +62,11 @@ class SyncerConfig:
     finish_wait_seconds: float = _setting(
         60.0, "How long the others may go on training after the first learner has finished."
     )
+    linger_seconds: float = _setting(
+        0.0,
+        "How long the syncer stays, once the run has ended and its model is written, for learners that come late: they "
+        "get the final values and end with exit code 0. Ctrl-C or SIGTERM ends it at once.",
+    )
     link_timeout_seconds: float = _setting(10.0, "A learner that shows no sign of life for this long is absent.")
     checkpoint_every_seconds: float = _setting(60.0, "How often the syncer writes a checkpoint, in the background.")
     keep_checkpoints: int = _setting(3, "How many checkpoints the run directory keeps, and how many of the whole run.")
@@ -84,7 +89,7 @@ class SyncerConfig:
             _require(self, name, getattr(self, name) >= 1, "at least 1")
         for name in ("total_steps", "num_shards", "save_every"):
             _require(self, name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
-        for name in ("start_timeout_seconds", "max_grace_seconds", "finish_wait_seconds"):
+        for name in ("start_timeout_seconds", "max_grace_seconds", "finish_wait_seconds", "linger_seconds"):
             _require(self, name, getattr(self, name) >= 0, "at least 0")
         for name in ("link_timeout_seconds", "checkpoint_every_seconds"):
             _require(self, name, getattr(self, name) > 0, "above 0")

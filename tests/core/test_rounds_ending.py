@@ -196,3 +196,28 @@ def test_a_lost_release_is_said_again():
     drain(syncer, 0)
     syncer.tell(ev.Saved()).lose(0)
     assert syncer.join(0, held=tuple(syncer.rounds.current)).got(ev.Release) == [ev.Release(learner_id=0)]
+
+
+def test_the_syncer_stays_for_latecomers_as_long_as_it_was_told():
+    syncer = Syncer(1, linger_seconds=30, link_timeout_seconds=10)
+    syncer.step(0, 20, finished=True)
+    drain(syncer, 0)
+    syncer.now = 5.0
+    syncer.tell(ev.Saved()).lose(0, for_good=True)
+    assert syncer.rounds.settled(5.0)
+    assert syncer.wakes_at == 35.0, "30 seconds from when the values were on disk"
+    assert not syncer.rounds.done(34.9)
+    assert syncer.rounds.done(35.0)
+
+
+def test_a_latecomer_that_is_there_is_served_beyond_that_time():
+    syncer = Syncer(1, linger_seconds=30)
+    syncer.step(0, 20, finished=True)
+    drain(syncer, 0)
+    syncer.tell(ev.Saved()).lose(0, for_good=True)
+    syncer.now = 29.0
+    syncer.join(0, incarnation="b")
+    assert not syncer.tick(31.0).rounds.done(31.0)
+    assert syncer.acknowledge(0).got(ev.Release) == [ev.Release(learner_id=0)]
+    assert not syncer.got(ev.StartTraining)
+    assert syncer.lose(0, for_good=True).rounds.done(31.0)

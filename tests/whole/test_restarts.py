@@ -187,6 +187,27 @@ def test_a_run_that_has_ended_is_not_begun_again(tmp_path: Path) -> None:
     assert Syncer(SyncerConfig(num_fragments=2), world.hub, world.directory).has_ended
 
 
+def test_a_run_that_has_ended_hands_its_values_out_if_it_is_started_again_for_that(tmp_path: Path) -> None:
+    world = World(tmp_path, num_fragments=2, sync_every=4)
+    world.start(train, world, 0)
+    world.join()
+    num_merges = len(world.tape("round"))
+    config = SyncerConfig(num_fragments=2, sync_every=4, linger_seconds=SECONDS)
+    world.syncer = Syncer(config, world.hub, world.directory)
+    served = world.start(world.syncer.run)
+    late = world.learner(1, model=make_model(width=8))
+    assert late.join()
+    assert not late.step(tokens=8), "there is nothing to train for"
+    assert late.finish()
+    assert torch.equal(parameters(world.models[1]), parameters(world.models[0]))
+    assert served.is_alive(), "others may come"
+    world.syncer.stop()
+    world.join()
+    assert len(world.tape("round")) == num_merges
+    assert world.tape("finish")[-1]["stopped"] is False
+    assert world.syncer.status()["state"] == "finished"
+
+
 def test_a_stopped_run_goes_on_with_new_processes(tmp_path: Path) -> None:
     world = RestartWorld(tmp_path, num_fragments=2, sync_every=4)
     first = world.learner(0, steps=60)

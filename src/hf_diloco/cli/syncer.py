@@ -48,7 +48,8 @@ def syncer(
 ) -> None:
     """Run the syncer alone; it prints the line to run on each learner's machine.
 
-    It ends when the run does, and leaves the global model in DIR/model. Ctrl-C or SIGTERM ends it before: it writes
+    It leaves the global model in DIR/model when the run ends, and then ends too; or stays for --linger-seconds, for
+    learners that are started again late and would find nobody. Ctrl-C or SIGTERM ends it before: it writes
     the values it has, and the exit code is 1. Started again with the same DIR, after that or after a crash, it goes
     on with the run: learners find it by themselves.
     """
@@ -93,7 +94,7 @@ def _serve(
     service = Syncer(config, links, directory, go_back_to=go_back_to)
     for learner_id, path in service.learner_checkpoints.items():
         display.message(f"learner {learner_id}: trainer.train(resume_from_checkpoint={path!r})")
-    if service.has_ended:
+    if service.has_ended and not config.linger_seconds:
         display.message(f"The run in {directory.path} has ended; its global model is in {directory.model}")
         return True
     directory.status.unlink(missing_ok=True)  # the last process's; what cannot start leaves it
@@ -102,18 +103,26 @@ def _serve(
     over = threading.Event()
     watcher = threading.Thread(target=_watch, args=(config, directory, display, over), daemon=True)
     watcher.start()
+
+    def leave_model() -> None:
+        display.update(service.status(), now=True)
+        if not service.has_model:
+            display.message("There is no model: no learner has supplied the initial values.", style="yellow")
+            return
+        export_model(*service.model(), directory.model, service.model_facts())
+        display.message(f"The global model is in {directory.model}")
+        if config.linger_seconds and not service.stopping:
+            display.message(
+                f"The run has ended; waits {config.linger_seconds:g} s for learners that come late "
+                "(--linger-seconds); Ctrl-C ends it."
+            )
+
     try:
-        service.run()
+        service.run(leave_model)
     finally:
         over.set()
         watcher.join()
     status = service.status()
-    display.update(status, now=True)
-    if service.has_model:
-        export_model(*service.model(), directory.model, service.model_facts())
-        display.message(f"The global model is in {directory.model}")
-    else:
-        display.message("There is no model: no learner has supplied the initial values.", style="yellow")
     finished = bool(status["state"] == "finished")
     if not finished:
         total = status["total_steps"] or "?"

@@ -23,6 +23,7 @@ class Ending:
         self.phase = phase
         self._config, self._members = config, members
         self._finish_at: float | None = None  # when those who still train are told to stop
+        self._lingers_until = 0.0  # for learners that come late
 
     def stop_stragglers(self, now: float) -> list[ev.Action]:
         """Tell those who still train to stop, some time after the first has finished."""
@@ -63,10 +64,10 @@ class Ending:
         self.phase = "saving"
         return [ev.SaveFinal()]
 
-    def saved(self) -> None:
+    def saved(self, now: float) -> None:
         """The final values are on disk."""
         if self.phase == "saving":
-            self.phase = "finished"
+            self.phase, self._lingers_until = "finished", now + self._config.linger_seconds
 
     def release(self, current: Sequence[Version], now: float) -> list[ev.Action]:
         """Let those go who hold the final values (``current``), once these are on disk."""
@@ -80,7 +81,7 @@ class Ending:
                 actions.append(ev.Release(learner_id=member.learner_id))
         return actions
 
-    def done(self, now: float) -> bool:
+    def settled(self, now: float) -> bool:
         """The final values are saved, and every learner has them, took leave, or is away for too long."""
         if self.phase != "finished":
             return False
@@ -92,6 +93,12 @@ class Ending:
             for member in self._members.values()
         )
 
+    def done(self, now: float) -> bool:
+        """It is settled, and learners that come late have had their time."""
+        return self.settled(now) and now >= self._lingers_until
+
     def deadlines(self) -> list[float]:
-        """When those who still train are told to stop."""
+        """When those who still train are told to stop; when nobody is expected any more."""
+        if self.phase == "finished":
+            return [self._lingers_until]
         return [self._finish_at] if self._finish_at is not None and self.phase == "training" else []

@@ -75,6 +75,8 @@ class RoundsConfig(Protocol):
     @property
     def finish_wait_seconds(self) -> float: ...  # noqa: D102
     @property
+    def linger_seconds(self) -> float: ...  # noqa: D102
+    @property
     def link_timeout_seconds(self) -> float: ...  # noqa: D102
 
 

@@ -90,8 +90,12 @@ class Rounds:
         """Outer steps that really lie between two merges of one fragment: H, or more if the network cannot keep up."""
         return max(self._pace.steps_between_merges.get(float(self.config.sync_every)), 1.0)
 
-    def done(self, now: float) -> bool:
+    def settled(self, now: float) -> bool:
         """The final values are saved, and every learner has them, took leave, or is away for too long."""
+        return self._ending.settled(now)
+
+    def done(self, now: float) -> bool:
+        """It is settled, and learners that come late have had their time (``linger_seconds``)."""
         return self._ending.done(now)
 
     # ------------------------------------------------------------------------------------------- events, one by one
@@ -229,7 +233,7 @@ class Rounds:
             held.version = held.in_flight = None
 
     def _on_saved(self, event: ev.Saved, now: float) -> None:
-        self._ending.saved()
+        self._ending.saved(now)
 
     # ---------------------------------------------------------------------------------------- what follows from it
 

@@ -156,6 +156,8 @@ class RunDirectory:
         for name, value in self._told_by_first_learner().items():
             if settings[name] is None:
                 settings[name] = value
+        if "linger_seconds" in given:  # nothing to the learners, and wanted of a run that has ended already
+            settings["linger_seconds"] = given["linger_seconds"]
         for name, value in given.items():
             if value != settings[name]:
                 kept_value = (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch import Tensor
 from hf_diloco.config import SyncerConfig, config_to_dict
 from hf_diloco.core import events as ev
 from hf_diloco.core import messages as ms
+from hf_diloco.core.rounds import Rounds
 from hf_diloco.errors import ConfigError, DiLoCoError, MessageError
 from hf_diloco.links.base import LinkDown, LinkEvent, Received, SyncerLinks
 from hf_diloco.syncer.history import History
@@ -32,7 +35,7 @@ _CLOSE_DRAIN_SECONDS = 5.0
 
 
 class Syncer:
-    """One run's syncer. ``run`` blocks until the run is over or ``stop`` was called.
+    """One run's syncer. ``run`` blocks until the run is over and latecomers have had their time, or ``stop`` was called.
 
     Args:
         config: the run's settings.
@@ -71,8 +74,12 @@ class Syncer:
         self._tape: Tape  # from `run` on
         self._run: Run | None = None  # once the first learner has said hello
 
-    def run(self) -> None:
+    def run(self, leave_model: Callable[[], None] = lambda: None) -> None:
         """Serve learners until the run is over; then the final values are on disk and every learner has them.
+
+        Args:
+            leave_model: called once, when the values that the run ends with are on disk (if it has any); after it,
+                learners that come late are served for ``linger_seconds``.
 
         Raises:
             DiLoCoError: the address cannot be listened on, or the run directory cannot be written.
@@ -88,12 +95,16 @@ class Syncer:
             )  # fmt: skip
             if self._saved is not None and self._history is not None:
                 self._run = self._resume(self._saved, self._history)
-            self._serve()
+            self._serve(Rounds.settled)
+            has_ended = self._run is not None and self._run.rounds.settled(time.monotonic())
             if self._run is not None:
                 self._run.save()
             self._write_status()
+            leave_model()
+            self._serve(Rounds.done)
+            self._write_status()
             num_merges = self._run.ledger.num_merges if self._run is not None else 0
-            self._tape.write("finish", durable=True, merges=num_merges, stopped=self._stopping.is_set())
+            self._tape.write("finish", durable=True, merges=num_merges, stopped=not has_ended)
         finally:
             self._links.close(drain_seconds=_CLOSE_DRAIN_SECONDS)
             self._tape.close()
@@ -131,7 +142,7 @@ class Syncer:
             num_merges=ledger.num_merges, num_participants=ledger.num_participants,
         )  # fmt: skip
 
-    def _serve(self) -> None:
+    def _serve(self, is_over: Callable[[Rounds, float], bool]) -> None:
         next_status = 0.0
         while not self._stopping.is_set():
             now = time.monotonic()
@@ -146,7 +157,7 @@ class Syncer:
                 self._run.dispatch(ev.Tick())
             if self._run is not None:
                 self._run.look_after_checkpoints(time.monotonic())
-            if self._run is not None and self._run.rounds.done(time.monotonic()):
+            if self._run is not None and is_over(self._run.rounds, time.monotonic()):
                 return
 
     def _on_link_event(self, event: LinkEvent) -> None:
@@ -210,8 +221,10 @@ class Syncer:
     def _resume(self, saved: SavedRun, history: History) -> Run:
         if self._goes_back:
             put_newer_aside(self._directory, saved.checkpoint.outer_step)
+        config = dataclasses.replace(saved.terms.config, linger_seconds=self.config.linger_seconds)  # may be another
+        terms = dataclasses.replace(saved.terms, config=config)
         run = Run(
-            saved.terms, self._links, self._tape, self._directory, incarnation=self._incarnation, saved=(saved, history)
+            terms, self._links, self._tape, self._directory, incarnation=self._incarnation, saved=(saved, history)
         )
         run.dispatch(ev.Tick())
         return run
