@@ -13,7 +13,12 @@ from typing import Any
 from hf_diloco.core.messages import WIRE_FORMATS
 from hf_diloco.errors import ConfigError
 
-DEFAULT_NUM_FRAGMENTS = 24
+
+class DefaultNumber(int):
+    """A default that is told from the same number given by the user: it gives way where it does not fit."""
+
+
+DEFAULT_NUM_FRAGMENTS = DefaultNumber(24)
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -31,7 +36,7 @@ class SyncerConfig:
     num_fragments: int = _setting(
         DEFAULT_NUM_FRAGMENTS,
         "Fragments (P) that the parameters are split into. The default is lowered for a model with fewer pieces; "
-        "any other number above the number of pieces is an error.",
+        "a number that is given, and above the number of pieces, is an error.",
     )
     sync_every: int = _setting(24, "Outer steps (H) between two merges of one fragment.")
     min_quorum: int = _setting(
@@ -114,8 +119,8 @@ class SyncerConfig:
     @classmethod
     def paper(cls, **settings: Any) -> SyncerConfig:
         """The settings of the Decoupled DiLoCo paper, as far as it publishes them; momentum 0.9 is DiLoCo's."""
-        published = {"min_quorum": 1, "on_arrival": "overwrite", "num_fragments": 24, "sync_every": 24,
-                     "overlap_steps": 2, "outer_lr": 0.7, "outer_momentum": 0.9}  # fmt: skip
+        published = {"min_quorum": 1, "on_arrival": "overwrite", "num_fragments": DEFAULT_NUM_FRAGMENTS,
+                     "sync_every": 24, "overlap_steps": 2, "outer_lr": 0.7, "outer_momentum": 0.9}  # fmt: skip
         return cls(**{**published, **settings})
 
 
@@ -134,44 +139,51 @@ def _require(config: Any, name: str, holds: bool, allowed: str) -> None:
         raise ConfigError(f"{name}={getattr(config, name)!r} is out of range; it must be {allowed}.")
 
 
+@dataclass(frozen=True)
+class _NotGiven:
+    """Stands for a default until it is known that the environment has nothing else."""
+
+    default: Any
+
+    def __repr__(self) -> str:
+        return repr(self.default)
+
+
+def _fillable(default: Any, help: str, *, repr: bool = True) -> Any:
+    return field(default=_NotGiven(default), repr=repr, metadata={"help": help})
+
+
 @dataclass(kw_only=True)
 class DiLoCoPlugin:
     """Where the syncer is and who this learner is.
 
-    A field that is not given is filled from the environment variable ``HF_DILOCO_<FIELD>``. Without a syncer
-    address nothing is synced: the script trains as if hf-diloco were not there, and says so once.
+    A field that is not given is filled from the environment variable ``HF_DILOCO_<FIELD>``; what is given wins, also
+    ``syncer=None``. Without a syncer address nothing is synced: the script trains as if hf-diloco were not there, and
+    says so once.
 
     Raises:
         ConfigError: a value cannot be parsed, or a syncer is given without ``learner_id`` or token.
     """
 
-    syncer: str | None = field(default=None, metadata={"help": "Address of the syncer, host:port."})
-    learner_id: int | None = field(
-        default=None, metadata={"help": "Number of this learner, unique in the run; keep it when you restart it."}
+    syncer: str | None = _fillable(None, "Address of the syncer, host:port.")
+    learner_id: int | None = _fillable(None, "Number of this learner, unique in the run; keep it when you restart it.")
+    token_file: str | None = _fillable(None, "File with the run's token (run directory: token).")
+    token: str | None = _fillable(None, "The token itself; a file is safer.", repr=False)
+    num_shards: int | None = _fillable(None, "Over how many shards shard_dataset splits the training set.")
+    join_timeout_seconds: float = _fillable(60.0, "How long to look for the syncer before giving up at the start.")
+    lost_timeout_seconds: float = _fillable(
+        600.0, "How long a learner that has finished waits for a syncer that went away."
     )
-    token_file: str | None = field(default=None, metadata={"help": "File with the run's token (run directory: token)."})
-    token: str | None = field(default=None, repr=False, metadata={"help": "The token itself; a file is safer."})
-    num_shards: int | None = field(
-        default=None, metadata={"help": "Over how many shards shard_dataset splits the training set."}
-    )
-    join_timeout_seconds: float = field(
-        default=60.0, metadata={"help": "How long to look for the syncer before giving up at the start."}
-    )
-    lost_timeout_seconds: float = field(
-        default=600.0, metadata={"help": "How long a learner that has finished waits for a syncer that went away."}
-    )
-    drain_seconds: float = field(
-        default=10.0,
-        metadata={
-            "help": "How long a learner that leaves early (SIGTERM, early stopping) waits for what it has to be merged."
-        },
+    drain_seconds: float = _fillable(
+        10.0, "How long a learner that leaves early (SIGTERM, early stopping) waits for what it has to be merged."
     )
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
-            name = f"HF_DILOCO_{item.name.upper()}"
-            if getattr(self, item.name) == item.default and os.environ.get(name):
-                setattr(self, item.name, _parse(name, os.environ[name], str(item.type)))
+            value, name = getattr(self, item.name), f"HF_DILOCO_{item.name.upper()}"
+            if isinstance(value, _NotGiven):
+                text = os.environ.get(name)
+                setattr(self, item.name, _parse(name, text, str(item.type)) if text else value.default)
         self.token_file = os.fspath(self.token_file) if isinstance(self.token_file, os.PathLike) else self.token_file
         _require_types(self)
         for name in ("join_timeout_seconds", "lost_timeout_seconds", "drain_seconds"):
@@ -247,8 +259,9 @@ def _parse(name: str, value: str, kind: str) -> Any:
 
 
 def config_to_dict(config: SyncerConfig) -> dict[str, Any]:
-    """All settings by name, as written to ``config.json`` in the run directory."""
-    return dataclasses.asdict(config)
+    """All settings by name, as written to ``config.json`` in the run directory; None: not given."""
+    settings = dataclasses.asdict(config)
+    return {name: None if isinstance(value, DefaultNumber) else value for name, value in settings.items()}
 
 
 def config_from_dict(values: Mapping[str, Any]) -> SyncerConfig:
@@ -260,4 +273,4 @@ def config_from_dict(values: Mapping[str, Any]) -> SyncerConfig:
     known = {item.name for item in dataclasses.fields(SyncerConfig)}
     if unknown := values.keys() - known:
         raise ConfigError(f"unknown setting {sorted(unknown)[0]!r}; known are {', '.join(sorted(known))}.")
-    return SyncerConfig(**values)
+    return SyncerConfig(**{name: value for name, value in values.items() if value is not None})

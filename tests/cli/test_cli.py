@@ -124,7 +124,7 @@ def test_wrong_use_is_said_and_exits_with_2(hf_diloco, tmp_path, monkeypatch, wo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     for name in ("used", "begun"):
-        RunDirectory(name).tape.write_text("{}\n")
+        RunDirectory(name).tape.write_text('{"kind": "values"}\n')
         (RunDirectory(name).checkpoints / "step-00000001").mkdir()
     RunDirectory("begun").config.write_text(json.dumps(config_to_dict(SyncerConfig())))
     names = {"SCRIPT": "train.py", "USED": "used", "BEGUN": "begun"}

@@ -1,6 +1,8 @@
 """Wrong arguments are refused where they are given, with what was given and what to do."""
 
 import contextlib
+import dataclasses
+import inspect
 import os
 import pathlib
 import queue
@@ -81,6 +83,20 @@ def start(tmp_path, request):
 def test_a_plugin(given, said):
     with pytest.raises(ConfigError, match=said):
         DiLoCoPlugin(**{"syncer": "host:29600", "learner_id": 0, "token": "secret", **given})
+
+
+def test_what_is_given_wins_over_the_environment(monkeypatch):
+    for name, value in {"SYNCER": "host:1", "LEARNER_ID": "3", "JOIN_TIMEOUT_SECONDS": "5", "TOKEN": "secret"}.items():
+        monkeypatch.setenv(f"HF_DILOCO_{name}", value)
+    filled = DiLoCoPlugin()
+    assert (filled.syncer, filled.learner_id, filled.join_timeout_seconds) == ("host:1", 3, 5.0)
+    assert filled.lost_timeout_seconds == 600.0
+    assert DiLoCoPlugin(join_timeout_seconds=60.0).join_timeout_seconds == 60.0, "the default, but given"
+    alone = DiLoCoPlugin(syncer=None)
+    assert alone.syncer is None
+    assert repr(alone).startswith("DiLoCoPlugin(syncer=None, learner_id=3, token_file=None, num_shards=None, join_")
+    assert dataclasses.replace(alone, learner_id=4).syncer is None
+    assert "join_timeout_seconds: 'float' = 60.0" in str(inspect.signature(DiLoCoPlugin))
 
 
 def test_a_path_is_as_good_as_its_name(tmp_path):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hf_diloco.config import SyncerConfig, config_to_dict
+from hf_diloco.config import SyncerConfig, config_from_dict, config_to_dict
 from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.links.token import read_token
 from hf_diloco.syncer.run_directory import RunDirectory
@@ -79,13 +79,14 @@ def test_an_earlier_run_is_gone_on_with_under_its_own_settings(tmp_path):
     directory = RunDirectory(tmp_path)
     assert not directory.has_run
     with directory:
-        directory.tape.write_text('{"kind": "start"}\n')
+        directory.tape.write_text('{"kind": "start"}\n{"kind": "values"}\n')
         directory.config.write_text(json.dumps(config_to_dict(SyncerConfig(outer_lr=0.5))))
     with directory:
         assert directory.has_run
         assert directory.settings_of_run({"outer_lr": 0.5}) == config_to_dict(SyncerConfig(outer_lr=0.5))
         with pytest.raises(ConfigError, match=r"began with outer_lr=0\.5, not 0\.7\. Leave --outer-lr away"):
             directory.settings_of_run({"outer_lr": 0.7})
+        assert directory.settings_of_run({"linger_seconds": 60.0})["linger_seconds"] == 60.0, "this one may differ"
         directory.config.write_text('{"outer_lr": 0.5, "gone": 1}')
         with pytest.raises(ConfigError, match="unknown setting 'gone'"):
             directory.settings_of_run({})
@@ -94,16 +95,21 @@ def test_an_earlier_run_is_gone_on_with_under_its_own_settings(tmp_path):
 def test_what_the_first_learner_said_is_a_setting_of_the_run(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.config.write_text(json.dumps(config_to_dict(SyncerConfig())))
-    layout = [json.dumps({"kind": "layout", "total_steps": steps, "num_shards": 3}) for steps in (40, 100)]
+    told = {"kind": "layout", "num_shards": 3, "num_fragments": 4}
+    layout = [json.dumps({**told, "total_steps": steps}) for steps in (40, 100)]
     directory.tape.write_text('{"kind": "start"}\n' + "\n".join(layout) + "\n")
     assert directory.settings_of_run({})["total_steps"] is None, "nobody has supplied the values"
-    with pytest.raises(ConfigError, match=r"began without total_steps, not with 500\. Leave --total-steps away"):
-        directory.settings_of_run({"total_steps": 500})
+    assert directory.settings_of_run({"total_steps": 500})["total_steps"] == 500, "nothing has begun"
+    assert config_from_dict(directory.settings_of_run({})) == SyncerConfig(), "what was not given is still not given"
     with directory.tape.open("a") as tape:
         tape.write('{"kind": "values"}\n')
     assert directory.settings_of_run({"total_steps": 100})["num_shards"] == 3
     with pytest.raises(ConfigError, match=r"began with total_steps=100, not 500\. Leave --total-steps away"):
         directory.settings_of_run({"total_steps": 500})
+    with pytest.raises(ConfigError, match=r"began with num_fragments=4, not 24\."):
+        directory.settings_of_run({"num_fragments": 24})
+    with pytest.raises(ConfigError, match=r"began without save_every, not with 10\."):
+        directory.settings_of_run({"save_every": 10})
 
 
 def fail_to_start(path, tape=""):

@@ -17,7 +17,7 @@ from torch import nn
 from hf_diloco.core.codec import encode
 from hf_diloco.core.data_digest import NUM_HASHES
 from hf_diloco.core.fragments import FragmentLayout
-from hf_diloco.errors import DiLoCoWarning, LearnerRefusedError
+from hf_diloco.errors import ConfigError, DiLoCoWarning, LearnerRefusedError
 from hf_diloco.learner import joining
 from hf_diloco.learner.exchange import Exchange
 from hf_diloco.links.in_process import InProcessHub
@@ -217,11 +217,15 @@ def test_steps_that_follow_from_epochs_are_no_demand(tmp_path: Path) -> None:
     assert torch.equal(parameters(world.models[0]), parameters(world.models[1]))
 
 
-def test_more_fragments_than_the_model_allows(tmp_path: Path) -> None:
-    world = World(tmp_path, num_fragments=1000)
-    with pytest.raises(LearnerRefusedError, match="1000"):
-        world.learner(0).join()
-    world.syncer.stop()
+@pytest.mark.parametrize("num_fragments", [24, 1000])
+def test_more_fragments_than_the_model_allows(tmp_path: Path, num_fragments: int) -> None:
+    world = World(tmp_path, num_fragments=num_fragments)  # 24: the default, but given
+    said = f"num_fragments={num_fragments}, but this model .* 4 pieces at most.*--num-fragments 4 or less"
+    with pytest.raises(LearnerRefusedError, match=said):
+        world.learner(0, model=nn.Sequential(nn.Linear(4, 2))).join()
+    world.syncer_thread.join(SECONDS)
+    with pytest.raises(ConfigError, match=said):  # whose mistake it is
+        raise world.failures.pop()
     world.join()
 
 

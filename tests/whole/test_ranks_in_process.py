@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_process_world import World, make_model, parameters, train
+from in_process_world import SECONDS, World, make_model, parameters, train
 from ranked import RankedLearner
 from torch import nn
 
@@ -165,7 +165,8 @@ def test_what_rank_0_is_refused_for_ends_all_ranks(tmp_path: Path) -> None:
     ranked = RankedLearner(world, 0).start()
     while not all(ranked.ended):
         threading.Event().wait(0.01)
-    world.syncer.stop()
+    world.syncer_thread.join(SECONDS)
+    assert "1000" in str(world.failures.pop()), "the syncer ends: it was its setting"
     world.join()
     assert "LearnerRefusedError" in ranked.ended[0]
     assert "1000" in ranked.ended[0]

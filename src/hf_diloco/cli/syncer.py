@@ -17,7 +17,7 @@ from rich.console import Console
 
 from hf_diloco.cli.settings import with_settings
 from hf_diloco.cli.table import Display
-from hf_diloco.config import SyncerConfig
+from hf_diloco.config import SyncerConfig, config_from_dict
 from hf_diloco.errors import ConfigError
 from hf_diloco.syncer.run_directory import RunDirectory
 
@@ -59,7 +59,7 @@ def syncer(
         if directory.has_run:
             settings = directory.settings_of_run(settings)
             port = port or _port_of_run(directory, host)
-        config = SyncerConfig(**settings)
+        config = config_from_dict(settings)
         console = Console(highlight=False)
         token = directory.read_or_make_token(tls=not no_tls)
         with Display(console) as display:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hf_diloco
-from hf_diloco.config import DEFAULT_NUM_FRAGMENTS, SyncerConfig, config_from_dict, config_to_dict
+from hf_diloco.config import DefaultNumber, SyncerConfig, config_from_dict, config_to_dict
 from hf_diloco.core.fragments import FragmentLayout, first_difference, most_fragments
 from hf_diloco.core.message_json import from_wire, to_wire
 from hf_diloco.core.messages import Hello, Progress, Welcome
@@ -33,7 +33,7 @@ class Terms:
         """Fix the terms from the first learner.
 
         Raises:
-            ConfigError: the settings do not fit this model, or nobody says how many steps the run has.
+            ConfigError: nobody says how many steps the run has.
         """
         total_steps = config.total_steps or hello.total_steps
         if total_steps is None:
@@ -44,8 +44,8 @@ class Terms:
             )
         shapes = dict(hello.shapes)
         num_fragments = config.num_fragments
-        if num_fragments == DEFAULT_NUM_FRAGMENTS:
-            num_fragments = min(num_fragments, most_fragments(shapes))
+        if isinstance(num_fragments, DefaultNumber):
+            num_fragments = min(int(num_fragments), most_fragments(shapes))
         layout = FragmentLayout.build(shapes, num_fragments, hello.averaged)
         resolved = dataclasses.replace(
             config,
@@ -120,6 +120,17 @@ class Terms:
                 f"{self.config.num_shards}. Set HF_DILOCO_NUM_SHARDS={self.config.num_shards} on its machine."
             )
         return None
+
+
+def fragments_misfit(config: SyncerConfig, hello: Hello) -> str | None:
+    """Why no learner with this model may join, with the remedy: ``num_fragments`` was given, and is too large."""
+    most = most_fragments(dict(hello.shapes))
+    if isinstance(config.num_fragments, DefaultNumber) or config.num_fragments <= most:
+        return None
+    return (
+        f"num_fragments={config.num_fragments}, but this model can be split into {most} pieces at most. Start the "
+        f"syncer with --num-fragments {most} or less."
+    )
 
 
 @dataclass

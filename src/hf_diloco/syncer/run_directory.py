@@ -143,7 +143,9 @@ class RunDirectory:
         return self.tape.exists() and self.tape.stat().st_size > 0
 
     def settings_of_run(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings that the run here began with; ``given`` ones must be the same.
+        """The settings that the run here began with, by name; None: not given.
+
+        Those in ``given`` must be the same, once a learner has supplied the values of the run; before that they win.
 
         Raises:
             ConfigError: one differs, or they were written by another release.
@@ -153,7 +155,10 @@ class RunDirectory:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self.config} cannot be read: {error}; choose another --run-dir.") from error
         settings = config_to_dict(config_from_dict(kept))
-        for name, value in self._told_by_first_learner().items():
+        told = self._told_by_first_learner()
+        if told is None:
+            return {**settings, **given}
+        for name, value in told.items():
             if settings[name] is None:
                 settings[name] = value
         if "linger_seconds" in given:  # nothing to the learners, and wanted of a run that has ended already
@@ -169,15 +174,15 @@ class RunDirectory:
                 )
         return settings
 
-    def _told_by_first_learner(self) -> dict[str, Any]:
-        """What the settings left to the first learner, once it has supplied the values of the run."""
+    def _told_by_first_learner(self) -> dict[str, Any] | None:
+        """What the settings left to the first learner; None until one has supplied the values of the run."""
         told: dict[str, Any] = {}
         for line in iterate_tape(self.tape):
             if line.get("kind") == "layout":
-                told = {name: line[name] for name in ("total_steps", "num_shards") if name in line}
+                told = {name: line[name] for name in ("num_fragments", "total_steps", "num_shards") if name in line}
             elif line.get("kind") == "values":
                 return told
-        return {}
+        return None
 
     # ------------------------------------------------------------------------------------------------- what is in it
 

@@ -22,7 +22,7 @@ from hf_diloco.errors import ConfigError, DiLoCoError, MessageError
 from hf_diloco.links.base import LinkDown, LinkEvent, Received, SyncerLinks
 from hf_diloco.syncer.history import History
 from hf_diloco.syncer.model_card import run_facts
-from hf_diloco.syncer.roster import Terms
+from hf_diloco.syncer.roster import Terms, fragments_misfit
 from hf_diloco.syncer.run import Run
 from hf_diloco.syncer.run_directory import RunDirectory
 from hf_diloco.syncer.saved_run import SavedRun, joint_run, last_incarnation, latest_run, put_newer_aside
@@ -35,7 +35,7 @@ _CLOSE_DRAIN_SECONDS = 5.0
 
 
 class Syncer:
-    """One run's syncer. ``run`` blocks until the run is over and latecomers have had their time, or ``stop`` was called.
+    """One run's syncer. ``run`` blocks until the run is over (and for latecomers), or ``stop`` was called.
 
     Args:
         config: the run's settings.
@@ -82,6 +82,7 @@ class Syncer:
                 learners that come late are served for ``linger_seconds``.
 
         Raises:
+            ConfigError: the settings do not fit the model that the first learner has.
             DiLoCoError: the address cannot be listened on, or the run directory cannot be written.
         """
         self._tape = Tape(self._directory.tape, self._stopping)
@@ -192,6 +193,9 @@ class Syncer:
                     "learner, which then begins this run with its model.",
                 )
                 return
+            if misfit := fragments_misfit(self.config, hello):
+                self._refuse(learner_id, misfit)
+                raise ConfigError(misfit)  # no learner can mend that
             try:
                 self._run = self._begin(Terms.from_first(self.config, learner_id, hello))
             except ConfigError as error:
