@@ -94,6 +94,12 @@ class Launch:
     def leaves(self) -> list[dict[str, Any]]:
         return [line for line in read_tape(self.directory.tape) if line["kind"] == "leave"]
 
+    def accounts(self) -> list[dict[str, Any]]:
+        """What the syncer's status says of the two learners."""
+        accounts = self.directory.read_status()["learners"]
+        assert [account["learner_id"] for account in accounts] == [0, 1]
+        return accounts
+
     def assert_drained_and_saved(self) -> None:
         """Both learners took leave when they were told to stop, saved, and ended with 0; then the syncer ended."""
         for learner_id in (0, 1):
@@ -103,7 +109,7 @@ class Launch:
         leaves = self.leaves()
         assert sorted(line["learner_id"] for line in leaves) == [0, 1]
         assert all("told to stop" in line["reason"] and not line["for_good"] for line in leaves)
-        for account in self.directory.read_status()["learners"]:
+        for account in self.accounts():
             assert account["tokens_merged"] + account["tokens_overwritten"] == account["tokens_trained"] > 0
         assert "was stopped before its end" in self.output.read_text()
         assert (self.directory.model / "model.safetensors").exists(), self.text()
@@ -124,8 +130,11 @@ class Launch:
             raise AssertionError(f"it did not end in {seconds:.0f} s:\n{self.text()}") from None
 
     def text(self) -> str:
-        logs = [self.output, *sorted(self.directory.logs.iterdir())]
-        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
+        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in self.logs())
+
+    def logs(self) -> list[Path]:
+        """All that was printed."""
+        return [self.output, *sorted(self.directory.logs.iterdir())]
 
     def assert_nothing_left(self, seconds: float = 5.0) -> None:
         deadline = time.monotonic() + seconds

@@ -33,11 +33,11 @@ def test_learners_of_one_and_of_two_processes(launch, configs):
     for learner_id, world in ((0, 1), (1, 2)):
         log = (run.directory.logs / f"learner-{learner_id}.log").read_text()
         assert log.count(f"of learner {learner_id} of 2, world size {world}\n") == world
-    tokens = [account["tokens_trained"] for account in run.directory.read_status()["learners"]]
+    tokens = [account["tokens_trained"] for account in run.accounts()]
     assert 1.5 * tokens[0] < tokens[1], "both processes of learner 1 are counted"
     assert all(
         account["tokens_merged"] + account["tokens_overwritten"] == account["tokens_trained"] > 0
-        for account in run.directory.read_status()["learners"]
+        for account in run.accounts()
     )
 
 

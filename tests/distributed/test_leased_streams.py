@@ -58,7 +58,7 @@ def changes(shards: list[int]) -> list[int]:
 
 
 def is_start(some: list[int], of: list[int]) -> bool:
-    return some == of[: len(some)]
+    return bool(some) and some == of[: len(some)]
 
 
 def test_a_learner_that_is_killed_keeps_its_shard_and_nothing_is_left_unread(start_run: Any, tmp_path: Path) -> None:

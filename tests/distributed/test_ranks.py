@@ -170,6 +170,7 @@ def merged(run: Run) -> set[str]:
 def check_ranks_agree_so_far(run: Run, kind: str, life: int) -> None:
     first, second = (diary(run, kind, 1, rank, life) for rank in (0, 1))
     num_steps = min(len(first), len(second))
+    assert num_steps > 1
     assert first[:num_steps] == second[:num_steps]
 
 

@@ -81,7 +81,10 @@ class World:
         assert not self.failures, self.failures
 
     def accounts(self) -> dict[int, dict[str, Any]]:
-        return {row["learner_id"]: row for row in self.syncer.status()["learners"]}
+        """What the syncer says of each learner that was there."""
+        rows = {row["learner_id"]: row for row in self.syncer.status()["learners"]}
+        assert rows.keys() == self.models.keys()
+        return rows
 
 
 def make_model(*, width: int = 8, frozen: float = 0.0) -> nn.Module:

@@ -130,9 +130,10 @@ class RankedLearner:
     def check_ranks_agree(self) -> None:
         """All ranks have had the same clock and the same parameters after each step, and ended alike."""
         assert len(set(self.ended)) == 1, self.ended
+        assert self.seen[0]
         for others in self.seen[1:]:
             assert len(others) == len(self.seen[0])
             for (step, values), (other_step, other_values) in zip(self.seen[0], others, strict=True):
                 assert step == other_step
-                assert torch.equal(values, other_values) or bool(values.isnan().any()), f"at step {step}"
+                assert torch.allclose(values, other_values, rtol=0, atol=0, equal_nan=True), f"at step {step}"
         assert all(torch.equal(parameters(model), parameters(self.models[0])) for model in self.models)

@@ -194,6 +194,7 @@ def test_own_state_is_kept(start: Any) -> None:
     world.learners[1].end("die")
     saved = world.learners[1].optimizer.state_dict()
     digests = [piece_digest(content) for content in contents(world.learners[1])]
+    assert digests
     newcomer = world.add(1, state=saved)
     line = world.taken(1)
     world.wait_until(newcomer.joined.is_set, "the newcomer")

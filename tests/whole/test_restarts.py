@@ -75,15 +75,18 @@ def check_tape(world: World) -> None:
     """Versions only grow, nothing is merged twice into what the run went on from, and the digests agree."""
     made: dict[int, dict[tuple[int, int], tuple[str, list[str]]]] = {}
     for line in read_tape(world.directory.tape):
-        if line["kind"] == "round":
-            chain = made.setdefault(line["fragment_index"], {})
+        if line["kind"] == "values":
+            made = {index: {(1, 0): (digest, [])} for index, digest in enumerate(line["digests"])}
+        elif line["kind"] == "round":
+            chain = made[line["fragment_index"]]
             version = tuple(line["version"])
-            assert version > max(chain, default=(0, 0)), line
+            assert version > max(chain), line
             chain[version] = (line["digest"], [who["update_id"] for who in line["participants"]])
         elif line["kind"] == "recovered":
             for index, fragment in enumerate(line["fragments"]):
-                chain = made.setdefault(index, {})
+                chain = made[index]
                 adopted = tuple(fragment["adopted"])
+                assert fragment["digest"] == chain[adopted][0], line
                 for version in [version for version in chain if version > adopted]:
                     del chain[version]
                 chain[line["incarnation"], adopted[1]] = (fragment["digest"], [])
