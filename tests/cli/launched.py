@@ -44,9 +44,10 @@ def main() -> None:
     arguments, world = " ".join(sys.argv[1:]), os.environ.get("WORLD_SIZE", "1")
     print(f"arguments {arguments} of learner {learner} of {shards}, world size {world}", flush=True)
     torch.manual_seed(0)
+    is_other = "--other-model-at" in sys.argv and sys.argv[sys.argv.index("--other-model-at") + 1] == learner
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, bos_token_id=0, eos_token_id=0,
+        vocab_size=48 if is_other else 32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     rows = torch.randint(0, 32, (256, 16)).tolist()
     data = [{"input_ids": row, "labels": row} for row in rows]

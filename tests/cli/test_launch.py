@@ -144,6 +144,18 @@ def test_scripts_that_do_not_use_hf_diloco_are_told_so(launch):
 
 
 @pytest.mark.long
+def test_who_is_refused_is_named_and_why_the_others_wait(launch):
+    run = launch("--steps", 20, "--other-model-at", 1)
+    wait_until(lambda: "Ctrl-C ends it" in run.output.read_text(), "what is said of it")
+    output = run.output.read_text()
+    assert "Learner 1 is refused: " in output or "Learner 0 is refused: " in output  # whoever came second
+    assert "The run has not begun: it is waiting for learners (" in output
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(60) == 1, run.text()
+    run.assert_nothing_left()
+
+
+@pytest.mark.long
 def test_scripts_that_all_fail_end_the_run(launch):
     run = launch("--fail")
     assert run.wait() == 1, run.text()

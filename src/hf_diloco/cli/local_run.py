@@ -14,9 +14,10 @@ from types import FrameType
 from typing import Any
 
 from hf_diloco.cli.launchers import Launcher
+from hf_diloco.cli.notices import Notices
 from hf_diloco.cli.processes import Child, clean_environment
 from hf_diloco.cli.supervised import Supervised, meaning, shown_tail
-from hf_diloco.cli.table import Display, count, learners, merged_of_trained, number, size, word
+from hf_diloco.cli.table import Display, count, learners, merged_of_trained, number, size, start_gate, word
 from hf_diloco.errors import DiLoCoError
 from hf_diloco.syncer.run_directory import RunDirectory
 
@@ -52,6 +53,7 @@ class LocalRun:
     ) -> None:
         self._directory = directory
         self._shown = shorter(directory.path)
+        self._notices = Notices(directory.tape)
         self._launchers, self._script = launchers, script
         self._grace_seconds, self._max_restarts = grace_seconds, max_restarts
         self._syncer: Supervised | None = None
@@ -167,8 +169,10 @@ class LocalRun:
             time.sleep(_POLL_SECONDS)
 
     def _look(self) -> None:
-        """Say of each process that has ended how it did, and start it again if it is to be."""
+        """Say what the syncer warns of and how each process ended that did; start it again if it is to be."""
         assert self._syncer is not None
+        for notice in self._notices.new():
+            self._display.message(notice, style="yellow")
         if text := self._syncer.look():
             self._display.message(text, style="yellow" if self._syncer.exit_code is None else "")
         texts = [learner.look() for learner in self._learners]  # all of them, to know whether any is left
@@ -186,7 +190,10 @@ class LocalRun:
         launcher = self._launchers[learner_id]
         again = {**self._join, "HF_DILOCO_LEARNER_ID": str(learner_id), **launcher.environment}
         line = " ".join(f"{name}={shlex.quote(value)}" for name, value in again.items())
-        return f"The others go on. To start it again: {line} {launcher.by_hand} {shlex.join(self._script)}"
+        others = "The others go on."
+        if gate := start_gate(self._directory.read_status()):
+            others = f"The run has not begun: it is waiting{gate}. Ctrl-C ends it."
+        return f"{others} To start it again: {line} {launcher.by_hand} {shlex.join(self._script)}"
 
     def _all_learners_ended(self) -> bool:
         return all(learner.exit_code is not None for learner in self._learners)
