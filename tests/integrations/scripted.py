@@ -8,6 +8,7 @@ class ScriptedLearner:
 
     instances: list["ScriptedLearner"] = []  # noqa: RUF012
     starts_at, jumps, ends_at, finishes, join_error = 0, {}, None, True, None
+    run_steps = None  # of the run; None: as many as the learner says
 
     def __init__(self, parameters, plugin, *, total_steps, steps_from_epochs, files, optimizer, link, ranks):
         self.optimizer = optimizer
@@ -20,7 +21,7 @@ class ScriptedLearner:
         self.calls.append("join")
         if self.join_error:
             raise self.join_error
-        self.global_step = self.starts_at
+        self.global_step, self.total_steps = self.starts_at, self.run_steps or self.total_steps
         return not interrupted()
 
     def step(self, tokens, *, loss=None, data_digest=None):

@@ -1,10 +1,12 @@
 """Learning rates follow the global step."""
 
+import contextlib
+
 import pytest
 import torch
 from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from torch import nn
-from trainers import Recorder, make_trainer, plugin
+from trainers import NUM_SAMPLES, Recorder, make_trainer, plugin
 
 from hf_diloco.errors import DiLoCoWarning
 from hf_diloco.integrations.schedules import follow, num_steps
@@ -37,6 +39,25 @@ def test_the_learning_rate_is_that_of_the_global_step(tmp_path, scripted, kind, 
     assert late.first_rate == rates[7]
     assert late.rates == [rates[step] for step in (8, 9, 13, 14, *range(15, 25))]
     assert len(set(late.rates)) > 5
+
+
+@pytest.mark.parametrize(("run_steps", "options", "is_warned"), [
+    (40, {}, True),
+    (11, {}, True),
+    (19, {"num_train_epochs": 2}, True),  # of 20
+    (99, {"num_train_epochs": 10}, False),  # of 100
+    (10, {}, False),
+    (40, {"lr_scheduler_type": "constant"}, False),
+    (40, {"max_steps": 40}, False),
+])  # fmt: skip
+def test_epochs_of_another_length_than_the_runs_are_warned_of(tmp_path, scripted, run_steps, options, is_warned):
+    scripted.run_steps, scripted.ends_at = run_steps, 2
+    options = {"max_steps": -1, "num_train_epochs": 1, "lr_scheduler_type": "cosine", **options}
+    trainer = make_trainer(tmp_path, DiLoCoCallback(plugin()), **options)
+    own = NUM_SAMPLES // 4 * options["num_train_epochs"]
+    message = rf"come to {own} steps, the run has {run_steps}\..*Set max_steps={run_steps} .*--total-steps"
+    with pytest.warns(DiLoCoWarning, match=message) if is_warned else contextlib.nullcontext():
+        trainer.train()
 
 
 @pytest.mark.parametrize("make", [

@@ -106,6 +106,9 @@ def test_a_shard_is_not_split_again(kind):
 def test_what_cannot_be_split_is_named():
     with pytest.raises(TypeError, match="cannot split a generator"):
         shard_dataset((number for number in range(3)), num_shards=2, shard=0)
+    for text in ("imdb", b"imdb"):
+        with pytest.raises(TypeError, match=r"got b?'imdb'; load it first: datasets.load_dataset"):
+            shard_dataset(text, num_shards=2, shard=0)
     with pytest.raises(TypeError, match="DatasetDict with train, test"):
         shard_dataset(datasets.DatasetDict(train=make("map"), test=make("map")), num_shards=2, shard=0)
 

@@ -207,6 +207,35 @@ def test_what_is_done_with_all_shards_is_done_with_all():
         dataset.filter(lambda row: row["x"] < 2)
 
 
+BY_NUMBER = {
+    "map": lambda dataset: dataset.map(lambda row, index: {"y": index}, with_indices=True),
+    "map by position": lambda dataset: dataset.map(lambda row, index: {"y": index}, True),
+    "filter": lambda dataset: dataset.filter(lambda row, index: index < 5, with_indices=True),
+    "filter by position": lambda dataset: dataset.filter(lambda row, index: index < 5, True),
+    "batch by column": lambda dataset: dataset.batch(by_column="x"),
+}
+
+
+@pytest.mark.parametrize("way", BY_NUMBER)
+def test_row_numbers_of_other_shards_are_refused(way):
+    with pytest.raises(
+        ConfigError, match=r"with_indices=True.*before shard_dataset.*shard=DiLoCoPlugin\(\).learner_id"
+    ):
+        BY_NUMBER[way](shard_dataset(table(), plugin=plugin(1, 3)))
+    BY_NUMBER[way](shard_dataset(table(), plugin=plugin(1, 1)))  # the only shard has all rows
+
+
+@pytest.mark.parametrize(("learner_id", "shard"), [("1", range(8, 16)), (None, range(SIZE))])
+def test_values_for_the_rows_of_one_shard(monkeypatch, learner_id, shard):
+    """As trainers do with what they work out before training; the same line serves a script that runs alone."""
+    if learner_id:
+        for name, value in {"SYNCER": "map-style:1", "LEARNER_ID": learner_id, "NUM_SHARDS": "3"}.items():
+            monkeypatch.setenv(f"HF_DILOCO_{name}", value)
+    dataset = shard_dataset(table(), shard=DiLoCoPlugin().learner_id)
+    values = [-row["x"] for row in dataset]
+    assert dataset.map(lambda row, index: {"y": values[index]}, with_indices=True)["y"] == [-x for x in shard]
+
+
 def test_learners_with_one_cache_do_not_get_each_others_shards(tmp_path):
     table().save_to_disk(tmp_path / "data")
 

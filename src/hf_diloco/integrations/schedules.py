@@ -47,6 +47,21 @@ def warn_if_stuck(scheduler: Any, *, stacklevel: int) -> bool:
     return True
 
 
+def warn_of_length(own_steps: int, run_steps: int, *, stacklevel: int) -> None:
+    """Warn of epochs that come to another number of steps than the run has: the schedule was made for that number."""
+    if abs(own_steps - run_steps) <= 0.05 * run_steps:
+        return
+    warnings.warn(
+        f"the epochs of this learner come to {own_steps} steps, the run has {run_steps}. Its learning rate schedule is "
+        f"made for {own_steps}, so that at the same step its rate is not that of other learners, and its training ends "
+        f"elsewhere than at its last epoch. Set max_steps={run_steps} in the training arguments of every learner; for "
+        "another length, begin a new run: start the syncer with --total-steps, and give every learner the same "
+        "max_steps.",
+        DiLoCoWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
 def num_steps(scheduler: Any) -> int | None:
     """How often it has stepped; None if there is none, or its rate depends on what the loss did (plateau, greedy)."""
     scheduler = _unwrap(scheduler)[0]

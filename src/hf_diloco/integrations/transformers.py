@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 
 from hf_diloco.config import DiLoCoPlugin
 from hf_diloco.errors import ConfigError, DiLoCoWarning, UnsupportedError
 from hf_diloco.integrations.arguments import plugin_of
 from hf_diloco.integrations.membership import Membership, check_token, reseed
-from hf_diloco.integrations.schedules import warn_if_stuck
+from hf_diloco.integrations.schedules import warn_if_stuck, warn_of_length
 from hf_diloco.integrations.shard_position import ShardPosition
 from hf_diloco.integrations.trainer_stack import end_training, put_first, save, serves, trainer_above
 from hf_diloco.learner.data import data_seed
@@ -129,6 +129,9 @@ class DiLoCoCallback(TrainerCallback):
         self._position = ShardPosition(lease, args, state) if lease is not None else None
         member.join()
         self._membership = member
+        depends_on_length = args.max_steps <= 0 and args.lr_scheduler_type != SchedulerType.CONSTANT
+        if depends_on_length and state.is_world_process_zero:
+            warn_of_length(state.max_steps, member.learner.total_steps, stacklevel=2)
         epochs = self._position.begin(member, state, train_dataloader) if self._position is not None else 0
         self._order_data(args, state, train_dataloader, epochs)
         self._has_warned_of_schedule = self._has_warned_of_schedule or warn_if_stuck(lr_scheduler, stacklevel=2)

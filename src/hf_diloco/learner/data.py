@@ -119,6 +119,11 @@ def _check_map_style(dataset: Any) -> None:
         raise TypeError(
             f"shard_dataset takes one dataset, got {type(dataset).__name__} with {names}; pass one of them."
         )
+    if isinstance(dataset, str | bytes | bytearray):
+        raise TypeError(
+            f"shard_dataset takes a data set, got {dataset[:80]!r}; load it first: datasets.load_dataset(..., "
+            "split='train')."
+        )
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise TypeError(
             f"shard_dataset cannot split a {type(dataset).__name__}: it needs a datasets.Dataset, a "

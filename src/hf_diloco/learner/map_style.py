@@ -114,13 +114,15 @@ class LeasedTable(datasets.Dataset):  # type: ignore[misc]
         for name in ("_data", "_indices", "_rows"):
             self.__dict__.pop(name, None)
 
-    def map(self, *args: Any, **kwargs: Any) -> LeasedTable:
+    def map(self, function: Any = None, with_indices: bool = False, *args: Any, **kwargs: Any) -> LeasedTable:
         """As of all shards, of which the result has the leased one."""
-        return leased_table(self._whole().map(*args, **kwargs), self.lease)
+        self._check_indices("map", with_indices)
+        return leased_table(self._whole().map(function, with_indices, *args, **kwargs), self.lease)
 
-    def filter(self, *args: Any, **kwargs: Any) -> LeasedTable:
+    def filter(self, function: Any = None, with_indices: bool = False, *args: Any, **kwargs: Any) -> LeasedTable:
         """As of all shards, of which the result has the leased one."""
-        return leased_table(self._whole().filter(*args, **kwargs), self.lease)
+        self._check_indices("filter", with_indices)
+        return leased_table(self._whole().filter(function, with_indices, *args, **kwargs), self.lease)
 
     def unique(self, column: str) -> Any:
         """As of all shards: ``class_encode_column`` numbers with it what it maps."""
@@ -129,6 +131,17 @@ class LeasedTable(datasets.Dataset):  # type: ignore[misc]
     def flatten_indices(self, *args: Any, **kwargs: Any) -> datasets.Dataset:
         """As a plain data set."""
         return self._plain(self._indices, self._fingerprint).flatten_indices(*args, **kwargs)
+
+    def _check_indices(self, method: str, with_indices: bool) -> None:
+        """Row numbers would be those of all shards; whoever asks for them has seen the rows of one."""
+        if with_indices and self.lease.num_shards > 1:
+            raise ConfigError(
+                f"{method}(with_indices=True) on what shard_dataset gave: its row numbers would be those of the whole "
+                "data set, not of the shard that this learner holds. Number the rows before shard_dataset and use that "
+                "column, or keep one shard for good: shard_dataset(dataset, shard=DiLoCoPlugin().learner_id), at all "
+                "learners, with num_shards above every learner_id. Trainers that work values out for all rows first "
+                "(precompute_ref_log_probs=True of TRL's DPO and KTO) need the latter."
+            )
 
     def _whole(self) -> datasets.Dataset:
         return self._plain(self.__dict__["_indices"], self.__dict__["_fingerprint"])
