@@ -345,6 +345,26 @@ def test_constants_are_frozen_parameters_and_persistent_buffers():
     assert model[0].weight.any()
 
 
+def test_statistics_are_those_of_batch_norms_and_what_training_has_changed():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    for name in ("counter", "same", "grows", "breaks"):
+        model.register_buffer(name, torch.zeros(2))
+    model.register_buffer("dropped", torch.zeros(2), persistent=False)
+    parameters = ModelParameters(model)
+    assert parameters.running() == {"1.num_batches_tracked", "1.running_mean", "1.running_var"}
+    parameters.constants_digest()
+    assert [name for name, _ in parameters.statistics()] == sorted(parameters.running())
+    model.counter = model.counter + 1  # another tensor under the name, as code often has it
+    model.dropped += 1
+    model.grows = torch.zeros(3)
+    model.breaks[0] = torch.nan
+    model.register_buffer("new", torch.zeros(1))
+    with pytest.warns(DiLoCoWarning, match="3 buffers hold NaN.*'breaks'"):
+        found = dict(parameters.statistics())
+    assert found.keys() == parameters.running() | {"counter"}
+    assert torch.equal(found["counter"], torch.ones(2))
+
+
 def test_trainable_and_constant_tensors_make_a_state_dict():
     for make in MODELS.values():
         model = make()

@@ -65,11 +65,12 @@ class SupplyConstant:
     name: str
     dtype: str  # as in "float32"
     shape: tuple[int, ...]
+    is_running: bool = False  # a running statistic of a batch norm: this value will not do for the final model
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statistic:
-    """One buffer that training changes (running statistics), as it is at a learner's end. Payload: its bytes."""
+    """One buffer that training has changed, as it is when a learner ends or takes leave. Payload: its bytes."""
 
     name: str
     dtype: str  # as in "float32"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -102,8 +103,9 @@ def supply(
     logger.info("[learner %d] sending the initial parameters", learner_id)
     for index, fragment in enumerate(fragments):
         exchange.send(ms.SupplyFragment(fragment_index=index), encode(parameters.read(fragment).result(), "fp32"))
+    running = parameters.running()
     for name, tensor in parameters.constants():
-        _send_tensor(exchange, ms.SupplyConstant, name, tensor)
+        _send_tensor(exchange, partial(ms.SupplyConstant, is_running=name in running), name, tensor)
     for name, content in files.items():
         payload = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else _EMPTY
         exchange.send(ms.SupplyFile(name=name), payload)
@@ -116,9 +118,7 @@ def send_statistics(exchange: Exchange, parameters: ModelParameters) -> None:
         _send_tensor(exchange, ms.Statistic, name, tensor)
 
 
-def _send_tensor(
-    exchange: Exchange, kind: type[ms.SupplyConstant] | type[ms.Statistic], name: str, tensor: Tensor
-) -> None:
+def _send_tensor(exchange: Exchange, kind: Callable[..., ms.Message], name: str, tensor: Tensor) -> None:
     message = kind(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
     exchange.send(message, tensor.contiguous().view(-1).view(torch.uint8))
 

@@ -361,13 +361,14 @@ class Learner(Rank):
         Args:
             reason: for the syncer's log.
             for_good: False if it is to be started again: a run that all have left for good is over.
-            drain_seconds: how long to wait for what this learner has to be merged first. What is not merged by then
-                is lost to the run.
+            drain_seconds: how long to wait until all is merged; what is not merged by then is lost to the run.
         """
         self._boundary(Plan())  # with several ranks, the last step is counted only now
         self._reporter.begin_to_wait()
         if drain_seconds > 0 or self._ranks.size > 1:
             self._drain(reason, time.monotonic() + drain_seconds)
+        if self._accounts.has_trained:
+            send_statistics(self._exchange, self._parameters)
         self._say_goodbye(ms.Goodbye(reason=reason, for_good=for_good))
 
     def _drain(self, reason: str, deadline: float) -> None:

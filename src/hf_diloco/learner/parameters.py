@@ -65,6 +65,7 @@ class ModelParameters:
         self.averaged = self._embeddings()
         self.adapter_names = self._adapter_names()  # of a PEFT model: name in the adapter's file -> canonical name
         self._snapshots = Snapshots()
+        self._buffers_at_start: dict[str, tuple[tuple[int, ...], bytes]] = {}  # shape and hash, by constants_digest()
         self._warn_of_low_precision()
 
     def _reshard(self) -> None:
@@ -209,22 +210,45 @@ class ModelParameters:
         Of a PEFT model only those that the adapter's file holds; the base model is saved already. All ranks have to
         exhaust it, but it yields on rank 0 only.
         """
-        yield from self._saved_constants(only_changing=False)
+        for name, stored, _ in self._saved_constants():
+            whole = stored.whole()
+            if whole is not None:
+                yield name, whole
+
+    def running(self) -> frozenset[str]:
+        """Names of those of the constants that are running statistics (batch norm)."""
+        return frozenset(name for name, _, is_running in self._saved_constants() if is_running)
 
     def statistics(self) -> Iterator[tuple[str, Tensor]]:
-        """Those of the constants that training changes after all: running statistics (batch norm).
+        """Running statistics (batch norm), and the other persistent buffers that changed since ``constants_digest``.
 
-        Each rank holds buffers whole, so rank 0 may call this alone.
+        What no average can be made of is left out, with a warning. Each rank holds buffers whole, so rank 0 may call
+        this alone.
         """
-        yield from self._saved_constants(only_changing=True)
+        unusable = []
+        for name, stored, is_running in self._saved_constants():
+            whole = None if name in self._frozen else stored.whole()
+            if whole is None:
+                continue
+            shape, hashed = self._buffers_at_start.get(name, (None, b""))
+            if not is_running and hashed == _hash(stored, whole):
+                continue
+            if bool(torch.isfinite(whole).all()) and (is_running or shape == stored.shape):
+                yield name, whole
+            else:
+                unusable.append(name)
+        if unusable:
+            warnings.warn(
+                f"{len(unusable)} buffers hold NaN or infinite values, or had another shape or were not there when "
+                f"training began (the first: {unusable[0]!r}): what this learner has of them does not enter the final "
+                "model.",
+                DiLoCoWarning,
+                stacklevel=3,
+            )
 
-    def _saved_constants(self, *, only_changing: bool) -> Iterator[tuple[str, Tensor]]:
+    def _saved_constants(self) -> Iterator[tuple[str, Stored, bool]]:
         wanted = None if self.adapter_names is None else set(self.adapter_names.values())
-        for name, stored, changes in self._constants():
-            if (wanted is None or name in wanted) and (changes or not only_changing):
-                whole = stored.whole()
-                if whole is not None:
-                    yield name, whole
+        return (found for found in self._constants() if wanted is None or found[0] in wanted)
 
     def constants_digest(self) -> str:
         """32 hex digits over names, shapes and values of the constants; "" on all ranks but 0.
@@ -235,18 +259,18 @@ class ModelParameters:
         model.
         """
         digest = hashlib.blake2b(digest_size=16)
-        for name, stored, changes in self._constants():
-            whole = None if changes else stored.whole()
+        for name, stored, is_running in self._constants():
+            whole = None if is_running else stored.whole()
             if whole is None:
                 continue
-            dtype = torch.float32 if whole.dtype in LOW_PRECISION else whole.dtype
-            digest.update(f"{name}\0{dtype}\0{stored.shape}\0".encode())
-            for values in torch.split(whole.reshape(-1), _HASHED_AT_ONCE):
-                digest.update(values.to(dtype).view(torch.uint8).numpy().data)
+            hashed = _hash(stored, whole)
+            digest.update(name.encode() + b"\0" + hashed)
+            if name not in self._frozen:
+                self._buffers_at_start[name] = stored.shape, hashed
         return "" if self._gathering.rank else digest.hexdigest()
 
     def _constants(self) -> list[tuple[str, Stored, bool]]:
-        """Name, tensor, and whether training changes it; sorted by name."""
+        """Name, tensor, and whether it is a running statistic; sorted by name."""
         found: list[tuple[str, Stored, bool]] = [(name, stored, False) for name, stored in self._frozen.items()]
         seen: set[int] = set()
         for prefix, module in self._model.named_modules():
@@ -299,6 +323,14 @@ class ModelParameters:
                 DiLoCoWarning,
                 stacklevel=3,
             )
+
+
+def _hash(stored: Stored, whole: Tensor) -> bytes:
+    dtype = torch.float32 if whole.dtype in LOW_PRECISION else whole.dtype
+    digest = hashlib.blake2b(f"{dtype}\0{stored.shape}\0".encode(), digest_size=16)
+    for values in torch.split(whole.reshape(-1), _HASHED_AT_ONCE):
+        digest.update(values.to(dtype).view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def _places(piece: FragmentSlice, rows: Rows) -> tuple[int, int]:

@@ -81,7 +81,7 @@ class Run:
         self._saver = Saver(run_directory, terms, self.state, self.supply, earlier)
 
     def _resume(self, saved: SavedRun, history: History) -> Restart:
-        self.supply.restore(saved.constants, saved.checkpoint.files)
+        self.supply.restore(saved.constants, saved.checkpoint.files, saved.facts.running_statistics)
         self.ledger.restore(saved.facts)
         self._known = set(history.known_learners)
         self._shards = Shards(self._links, self._tape, saved.facts.shard_passes)
@@ -153,6 +153,7 @@ class Run:
         elif isinstance(message, ms.SavedCheckpoint):
             self._joint.saved(learner_id, message.outer_step, message.path)
         elif isinstance(message, ms.Goodbye):
+            self.supply.take_leave(learner_id)
             self.leave(learner_id, message.reason, for_good=message.for_good)
         elif isinstance(message, ms.HandedBack):
             if self._restart is not None:  # later it is too old: the recovery has ended without it
@@ -355,6 +356,7 @@ class Run:
             learner_checkpoints={str(who): path for who, path in (learner_checkpoints or {}).items()},
             final=self.rounds.phase == "saving",
             shard_passes=self._shards.num_passes,
+            running_statistics=sorted(self.supply.running),
         )
 
     def save(self) -> None:
@@ -363,7 +365,9 @@ class Run:
             return
         if self.rounds.phase == "saving":
             self.state.settle()
-            self.supply.settle({who: account.tokens_trained for who, account in self.ledger.accounts.items()})
+        if warning := self.supply.settle({who: row.tokens_trained for who, row in self.ledger.accounts.items()}):
+            logger.warning("[syncer] %s", warning)
+            self._tape.write("warning", learner_ids=[], text=warning)
         path = self._saver.write_now(self._facts())
         self.saved = True
         self._tape.write("checkpoint", durable=True, path=f"{path.parent.name}/{path.name}")

@@ -45,6 +45,7 @@ class Facts:
     learner_checkpoints: dict[str, str]  # of a checkpoint of the whole run: learner id -> path on its machine
     final: bool = False  # these are the values that the run ends with
     shard_passes: list[int] = field(default_factory=list)  # times that each shard was read to its end
+    running_statistics: list[str] = field(default_factory=list)  # constants that are, as the run began
 
 
 def save_run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from hf_diloco.core import messages as ms
 from hf_diloco.core.codec import decode
 from hf_diloco.errors import MessageError
 from hf_diloco.syncer.state import GlobalState
+
+_NAMED = 3  # buffers, in a warning
 
 
 class Supply:
@@ -21,13 +23,15 @@ class Supply:
         self.constants: dict[str, Tensor] = {}
         self.files: dict[str, bytes] = {}
         self.settled = False  # the constants are no longer those of earlier checkpoints
+        self.running: set[str] = set()  # the running statistics among them that are as the run began
         self._statistics: dict[int, dict[str, Tensor]] = {}  # of each learner that has come to its end
+        self._of_leavers: dict[int, dict[str, Tensor]] = {}  # of each that took leave before
         self._supplier: int | None = None
         self._fragments: set[int] = set()
 
-    def restore(self, constants: dict[str, Tensor], files: dict[str, bytes]) -> None:
+    def restore(self, constants: dict[str, Tensor], files: dict[str, bytes], running: Iterable[str]) -> None:
         """The constants and files of a run that goes on."""
-        self.constants, self.files, self.complete = constants, files, True
+        self.constants, self.files, self.running, self.complete = constants, files, set(running), True
 
     def take(self, learner_id: int, message: ms.Message, payload: Tensor | None, state: GlobalState) -> bool:
         """Take in one message; True when it was the last one.
@@ -41,13 +45,15 @@ class Supply:
             return False
         if learner_id != self._supplier:
             self._supplier, self._fragments = learner_id, set()
-            self.constants, self.files = {}, {}
+            self.constants, self.files, self.running = {}, {}, set()
         if payload is None:
             raise MessageError(f"{type(message).__name__} needs a payload")
         if isinstance(message, ms.SupplyFragment):
             self._take_fragment(message, payload, state)
         elif isinstance(message, ms.SupplyConstant):
             self.constants[message.name] = _tensor(message, payload)
+            if message.is_running:
+                self.running.add(message.name)
         elif isinstance(message, ms.SupplyFile):
             if message.name != message.name.strip("./\\") or "/" in message.name or "\\" in message.name:
                 raise MessageError(f"a file must have a plain name, not {message.name[:80]!r}")
@@ -68,20 +74,43 @@ class Supply:
         if payload is None:
             raise MessageError("Statistic needs a payload")
         value, ours = _tensor(message, payload), self.constants.get(message.name)
+        if ours is not None and ours.is_floating_point() and value.is_floating_point():
+            value = value.to(ours.dtype)  # FSDP2 and DeepSpeed may hold buffers in another one
         if ours is None or (ours.dtype, ours.shape) != (value.dtype, value.shape):
             raise MessageError(f"{message.name[:80]!r} is no buffer of this model, or of another dtype or shape")
         if not bool(torch.isfinite(value).all()):
             raise MessageError(f"the buffer {message.name!r} holds NaN or infinite values")
         self._statistics.setdefault(learner_id, {})[message.name] = value
 
-    def settle(self, tokens: Mapping[int, int]) -> None:
-        """Make the final running statistics: floating ones by average, weighted by the learners' tokens.
+    def take_leave(self, learner_id: int) -> None:
+        """What this learner has sent of a buffer is used only if nobody comes to the end with it."""
+        if learner_id in self._statistics:
+            self._of_leavers[learner_id] = self._statistics.pop(learner_id)
+
+    def settle(self, tokens: Mapping[int, int]) -> str | None:
+        """Make the final buffers: floating ones by average, weighted by the learners' tokens.
 
         The others (counters) are those of the first learner.
+
+        Returns:
+            A warning, if learners have trained, but none has sent what its running statistics are.
         """
-        for name in sorted({name for values in self._statistics.values() for name in values}):
-            held = {who: values[name] for who, values in sorted(self._statistics.items()) if name in values}
-            self.constants[name], self.settled = _average(held, tokens), True
+        sent: set[str] = set()
+        for learners in (self._statistics, self._of_leavers):
+            for name in {name for values in learners.values() for name in values} - sent:
+                held = {who: values[name] for who, values in sorted(learners.items()) if name in values}
+                self.constants[name], self.settled = _average(held, tokens), True
+                sent.add(name)
+        self.running -= sent  # a syncer that goes on from here has nothing to warn of
+        if not self.running or not any(tokens.values()):
+            return None
+        names = sorted(self.running)
+        named = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+        return (
+            f"no learner has said what its running statistics are ({named}): the saved model has those that the run "
+            "began with, which are of no use in eval mode. Learners say it at their end and when they leave on "
+            "SIGTERM, not when they are killed. Forward passes in train mode make new ones."
+        )
 
     def _take_fragment(self, message: ms.SupplyFragment, payload: Tensor, state: GlobalState) -> None:
         index = message.fragment_index
