@@ -53,9 +53,10 @@ def warn_of_length(own_steps: int, run_steps: int, *, stacklevel: int) -> None:
         return
     warnings.warn(
         f"the epochs of this learner come to {own_steps} steps, the run has {run_steps}. Its learning rate schedule is "
-        f"made for {own_steps}, so that at the same step its rate is not that of other learners, and it trains no longer "
-        f"than the shorter of both. Set max_steps={run_steps} in the training arguments of every learner; for another "
-        "length, begin a new run: start the syncer with --total-steps, and give every learner the same max_steps.",
+        f"made for {own_steps}, so that at the same step its rate is not that of other learners, and it trains no "
+        f"longer than the shorter of both. Set max_steps={run_steps} in the training arguments of every learner; for "
+        "another length, begin a new run: start the syncer with --total-steps, and give every learner the same "
+        "max_steps.",
         DiLoCoWarning,
         stacklevel=stacklevel + 1,
     )
