@@ -202,7 +202,8 @@ def exported(out) -> float:
 
 
 def test_export_without_a_checkpoint_is_an_error(hf_diloco, tmp_path):
-    RunDirectory(tmp_path / "run")
+    directory = RunDirectory(tmp_path / "run")
+    directory.tape.write_text("{}\n")
     code, _, err = hf_diloco("export", tmp_path / "run", tmp_path / "out")
     assert code == 1
     assert "holds no checkpoint yet" in err
@@ -213,6 +214,10 @@ def test_export_of_no_run_is_wrong_use(hf_diloco, tmp_path):
     assert code == 2
     assert "there is no run directory" in err
     assert not (tmp_path / "run").exists()
+    (tmp_path / "data").mkdir()
+    code, _, err = hf_diloco("export", tmp_path / "data", tmp_path / "out")
+    assert code == 2
+    assert "is no run directory: it has no event tape (tape.jsonl)" in " ".join(err.split())
 
 
 @pytest.mark.filterwarnings("ignore:the architecture")

@@ -32,6 +32,12 @@ def test_a_status_as_lines():
     assert second == "  learner 2: absent, step -, loss -, - tokens/s, - / - tokens merged"
 
 
+@pytest.mark.parametrize(("loss", "shown"), [(1.276e38, "1.28e+38"), (-2e9, "-2.00e+09"), (99999.5, "99999.5000")])
+def test_a_huge_loss_is_short(loss, shown):
+    learner = {**STATUS["learners"][0], "loss": loss}
+    assert f"loss {shown}," in plain_lines({**STATUS, "learners": [learner]})[1]
+
+
 def test_a_stretched_interval_and_late_updates_are_shown():
     learner = {**STATUS["learners"][0], "updates_late": 3}
     status = {**STATUS, "sync_every": 24, "effective_sync_every": 31.2, "learners": [learner, STATUS["learners"][1]]}

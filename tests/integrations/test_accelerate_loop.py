@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DataLoaderConfiguration
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.nn.functional import softplus
 from torch.utils.data import DataLoader
 from trainers import make_data, make_model, plugin
 from transformers import default_data_collator, get_scheduler
@@ -389,6 +390,44 @@ def test_a_model_that_is_left_in_evaluation_mode_is_merged_all_the_same(start):
     loop.train(12)
     assert run.over()
     assert run.account()["tokens_merged"] == run.account()["tokens_trained"] > 0
+
+
+class Gan(torch.nn.Module):
+    """Two models in one."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.critic = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
+
+    def forward(self, noise, real=None):
+        made = self.generator(noise)
+        if real is None:
+            return softplus(-self.critic(made)).mean()
+        return (softplus(-self.critic(real)) + softplus(self.critic(made.detach()))).mean()
+
+
+def test_two_models_in_one_module_with_one_optimizer(start):
+    run = start(total_steps=12)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator, model = Accelerator(cpu=True), Gan()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    before, updates, goes_on = [one.detach().clone() for one in model.parameters()], 0, True
+    with DiLoCo(accelerator, model, optimizer, plugin=plugin(0), link=lambda: run.hub.connect(0)) as diloco:
+        while goes_on:
+            part, real = (model.generator, None) if updates % 2 else (model.critic, torch.randn(8, 8))
+            other = model.critic if updates % 2 else model.generator
+            kept = [one.detach().clone() for one in other.parameters()]
+            accelerator.backward(model(torch.randn(8, 4), real), inputs=list(part.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+            updates += 1
+            assert all(map(torch.equal, kept, other.parameters()))
+            goes_on = diloco.step()
+    assert updates == 12
+    assert run.over()
+    assert run.account()["tokens_merged"] == 12 * 8 * 4
+    assert not any(map(torch.equal, before, model.parameters()))
+    assert all(torch.equal(value, run.model()[name]) for name, value in model.named_parameters())
 
 
 class Forward:

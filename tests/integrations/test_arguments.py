@@ -17,7 +17,7 @@ from accelerate.data_loader import skip_first_batches
 from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader
 from trainers import make_data, make_model, make_trainer, plugin
-from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
 
 from hf_diloco import DiLoCo, DiLoCoCallback, DiLoCoPlugin, SyncerConfig
 from hf_diloco.core import messages as ms
@@ -126,6 +126,12 @@ def test_a_loop(loop, given, error, said):
         DiLoCo(*loop, **{"plugin": plugin(), **given})
 
 
+def test_several_optimizers(loop):
+    accelerator, model, optimizer = loop
+    with pytest.raises(TypeError, match=r"one optimizer, not a list.* Make one of all parameters"):
+        DiLoCo(accelerator, model, [optimizer, optimizer], plugin=plugin())
+
+
 def test_the_order_of_a_loops_arguments(loop):
     accelerator, model, optimizer = loop
     scheduler = accelerator.prepare(get_scheduler("constant", optimizer.optimizer))
@@ -190,6 +196,49 @@ def test_the_optimizer_of_another_model(loop, tmp_path, scripted):
     )
     with pytest.raises(ConfigError, match="none of the parameters of the optimizer"):
         trainer.train()
+
+
+TWICE = r"this process is learner 2 of the run at localhost:29600 already.*one optimizer of all parameters"
+
+
+def test_a_process_is_a_learner_only_once_at_a_time(loop, tmp_path, scripted):
+    def diloco(own=None):
+        return DiLoCo(*loop, plugin=own or plugin(), link=object)
+
+    with diloco() as first:
+        with pytest.raises(ConfigError, match=TWICE), diloco():
+            pass
+        with pytest.raises(ConfigError, match=TWICE):
+            make_trainer(tmp_path, DiLoCoCallback(plugin(), link=object)).train()
+        assert len(scripted.instances) == 1
+        for other in (plugin(1), DiLoCoPlugin(syncer="localhost:29700", learner_id=2, token="secret")):
+            with diloco(other):
+                pass
+        first.leave()
+        with diloco():
+            pass
+    with diloco():
+        pass
+    assert [one.calls[-1] for one in scripted.instances] == ["close"] * 5
+
+
+class Trains(TrainerCallback):
+    """Another model, at the first step."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.other.train()
+
+
+def test_a_trainer_within_a_trainer(tmp_path, scripted):
+    inner = make_trainer(tmp_path, DiLoCoCallback(plugin(), link=object))
+    outer = make_trainer(tmp_path, DiLoCoCallback(plugin(), link=object), Trains(inner))
+    with pytest.raises(ConfigError, match=TWICE):
+        outer.train()
+    inner.train()  # the other one, still there, has raised
+    assert [one.calls for one in scripted.instances] == [["join"], ["join", "finish", "close"]]
 
 
 def test_masters_in_fp32_of_a_model_in_bf16_are_not_refused(loop, scripted):

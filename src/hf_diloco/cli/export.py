@@ -42,6 +42,8 @@ def export(
             there = ", ".join(map(str, steps))
             raise ConfigError(f"there is no checkpoint of step {checkpoint} in {directory.path}; there are: {there}.")
         found = SavedRun.from_checkpoint(load_checkpoint(steps[checkpoint])) if steps else None
+    if found is None and not directory.has_run:
+        raise ConfigError(f"{directory.path} is no run directory: it has no event tape ({directory.tape.name}).")
     if found is None:
         raise DiLoCoError(
             f"the run directory {directory.path} holds no checkpoint yet: the syncer writes the first one when a "

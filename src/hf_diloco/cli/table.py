@@ -133,7 +133,7 @@ def learner_cells(learner: Mapping[str, Any]) -> tuple[str, str, str, str, str, 
         count(learner.get("learner_id")),
         word(learner.get("state")),
         count(learner.get("global_step")),
-        "-" if loss is None else f"{loss:.4f}",
+        "-" if loss is None else f"{loss:.4f}" if abs(loss) < 1e6 else f"{loss:.2e}",
         "-" if rate is None else f"{rate:,.0f}",
         merged_of_trained(learner),
     )

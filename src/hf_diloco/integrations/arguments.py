@@ -47,6 +47,11 @@ def check_loop(
         raise TypeError(f"accelerator must be an accelerate.Accelerator, not {_shown(accelerator)}. {_ORDER}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {_shown(model)}. {_ORDER}")
+    if isinstance(optimizer, list | tuple | dict):
+        raise TypeError(
+            f"optimizer must be one optimizer, not {_shown(optimizer)}: its updates are counted. Make one of all "
+            "parameters; parts of the model may be groups of it, with settings of their own."
+        )
     if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer must be one of torch's, as prepared, not {_shown(optimizer)}. {_ORDER}")
     is_optimizer = isinstance(scheduler, torch.optim.Optimizer | AcceleratedOptimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from hf_diloco.config import DiLoCoPlugin
-from hf_diloco.errors import DiLoCoError, UnsupportedError
+from hf_diloco.errors import ConfigError, DiLoCoError, UnsupportedError
 from hf_diloco.integrations.arguments import check_optimizer
 from hf_diloco.integrations.model_files import model_files
 from hf_diloco.integrations.schedules import follow
@@ -63,6 +64,9 @@ class Membership:
         scheduler: of its learning rate, which is made to follow the run.
         link: to the syncer; default: over the network.
         is_training: whether, with this frame being executed, somebody will look at ``preemption`` again.
+
+    Raises:
+        ConfigError: this process is that learner already.
     """
 
     def __init__(
@@ -78,6 +82,8 @@ class Membership:
         link: LearnerLink | None = None,
         is_training: Callable[[FrameType | None], bool],
     ) -> None:
+        _check_alone(plugin)
+        self._is_training = is_training
         self.preemption = Preemption(is_training)
         self.has_ended = False  # the rest of the loop needs no more of the learner
         self.holds_global = False  # ... because the model holds the final global values
@@ -115,6 +121,7 @@ class Membership:
             SystemExit: this process was told to stop meanwhile.
         """
         try:
+            _at_work[self._plugin.syncer, self._plugin.learner_id] = self
             self.preemption.watch()
             if not self.learner.join(interrupted=self.preemption.requested):
                 self.drain()
@@ -213,12 +220,33 @@ class Membership:
 
     def end(self) -> None:
         """Remove the hooks and close the link. Idempotent."""
+        self.has_ended = True
         self._counter.detach()
         self._close()  # runs Learner.close once, now or earlier
         self.preemption.end()
 
     def __str__(self) -> str:
         return f"[learner {self._plugin.learner_id} · step {self.learner.global_step}]"
+
+
+# Who was the last to join as this learner: it may still be at work.
+_at_work: weakref.WeakValueDictionary[tuple[str | None, int | None], Membership] = weakref.WeakValueDictionary()
+
+
+def _check_alone(plugin: DiLoCoPlugin) -> None:
+    """A process may be several learners, or one after another, but not one twice: the syncer would refuse it."""
+    other = _at_work.get((plugin.syncer, plugin.learner_id))
+    if other is None or other.has_ended:
+        return
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not other._is_training(frame):  # by each: a Trainer may be at work above another one
+        frame = frame.f_back
+    if frame is not None:  # else it raised without a word
+        raise ConfigError(
+            f"this process is learner {plugin.learner_id} of the run at {plugin.syncer} already, and a run merges one "
+            "model. Put several models into one module whose forward calls them, with one optimizer of all parameters. "
+            "Or start a syncer for each model, and give each its own: DiLoCoPlugin(syncer=...)."
+        )
 
 
 def inner_optimizer(optimizer: Any) -> Any:
