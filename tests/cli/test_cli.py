@@ -187,7 +187,7 @@ def checkpoint(directory: RunDirectory, step: int) -> None:
     state, supply = GlobalState(terms.layout, terms.config), Supply()
     for index, fragment in enumerate(terms.layout.fragments):
         state.set_initial(index, torch.full((fragment.num_parameters,), float(step)))
-    supply.restore({}, {"vocab.txt": b"a"})
+    supply.restore({}, {"vocab.txt": b"a"}, [])
     facts = Facts(
         incarnation=1, outer_step=step, started=True, known_learners=[0], accounts=[], num_merges=0,
         num_participants=0, tape_bytes=0, learner_checkpoints={},
