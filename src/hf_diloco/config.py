@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shlex
 import stat
@@ -100,7 +101,7 @@ class SyncerConfig:
             _require(self, name, getattr(self, name) > 0, "above 0")
         _require(self, "grace_fraction", 0 <= self.grace_fraction <= 1, "between 0 and 1")
         _require(self, "local_mix", 0 <= self.local_mix < 1, "at least 0 and below 1")
-        _require(self, "outer_lr", self.outer_lr > 0, "above 0")
+        _require(self, "outer_lr", 0 < self.outer_lr < math.inf, "above 0, and finite")
         _require(self, "outer_momentum", 0 <= self.outer_momentum < 1, "at least 0 and below 1")
         _require(self, "merge", self.merge in ("rda", "average"), "rda or average")
         _require(self, "on_arrival", self.on_arrival in ("carry", "overwrite"), "carry or overwrite")

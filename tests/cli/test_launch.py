@@ -246,6 +246,10 @@ def test_a_run_that_was_stopped_is_resumed(launch):
     began_again = [number for number, line in enumerate(tape) if line["kind"] == "start"][1]
     assert min(line["version"][1] for line in tape[began_again:] if line["kind"] == "round") >= step
     assert "The run has finished" in run.output.read_text()
+    assert "before its last step" not in run.output.read_text()
+    run = launch("--steps", 400, "--slow", options=("--resume",))
+    assert run.wait() == 0, run.text()
+    assert "has ended; its global model is in" in run.output.read_text()
 
 
 def test_a_syncer_that_cannot_start_is_shown(launch, tmp_path):

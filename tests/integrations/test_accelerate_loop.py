@@ -233,7 +233,8 @@ def test_gradients_accumulated_by_hand(start):
 def test_when_the_data_runs_out_it_waits_for_the_end_of_the_run(start):
     run = start(finish_wait_seconds=0.1)
     loop = Loop(run, total_steps=1000)
-    assert loop.train(12)
+    with pytest.warns(DiLoCoWarning, match=r"learner 0 has ended by itself at step 12 of 1000 .*max_steps=1000"):
+        assert loop.train(12)
     assert run.over()
     assert loop.diloco.holds_global
     assert loop.holds(run.model())

@@ -165,8 +165,8 @@ def test_another_platform(loop, start, monkeypatch):
         DiLoCo(*loop, plugin=plugin(0)).__enter__()
     with pytest.raises(UnsupportedError, match="on Linux only; this is darwin"):
         RpcSyncerLinks("127.0.0.1", 0, "secret")
-    with DiLoCo(*loop, plugin=plugin(0), link=lambda: hub.connect(0)):
-        pass
+    with DiLoCo(*loop, plugin=plugin(0), link=lambda: hub.connect(0)) as diloco:
+        diloco.leave()
 
 
 def test_a_callback(tmp_path, scripted):
@@ -245,8 +245,11 @@ def test_masters_in_fp32_of_a_model_in_bf16_are_not_refused(loop, scripted):
     accelerator, _, _ = loop
     model = make_model().to(torch.bfloat16)
     masters = torch.optim.SGD([parameter.detach().float() for parameter in model.parameters()], lr=0.1)
-    with pytest.warns(UserWarning, match="bfloat16"), DiLoCo(accelerator, model, masters, plugin=plugin(), link=object):
-        pass
+    with (
+        pytest.warns(UserWarning, match="bfloat16"),
+        DiLoCo(accelerator, model, masters, plugin=plugin(), link=object) as diloco,
+    ):
+        diloco.leave()
     assert scripted.instances
 
 

@@ -58,6 +58,7 @@ class LocalRun:
         self._grace_seconds, self._max_restarts = grace_seconds, max_restarts
         self._syncer: Supervised | None = None
         self._learners: list[Supervised] = []
+        self._had_ended = False
         self._num_signals = 0
         self._signalled_at = -math.inf
         self._join: dict[str, str] = {}
@@ -79,7 +80,7 @@ class LocalRun:
                     self._watch()
             finally:
                 self._end_all()
-            return self._summary()
+            return self._had_ended or self._summary()
         finally:
             for signal_number, handler in before.items():
                 signal.signal(signal_number, handler)
@@ -93,7 +94,7 @@ class LocalRun:
     # -------------------------------------------------------------------------------------------------------- starting
 
     def _start_syncer(self, flags: list[str]) -> str | None:
-        """Start the syncer; its address, or None if we were told to stop before it had one."""
+        """Start the syncer; its address, or None if we were told to stop before it had one, or the run had ended."""
         command = [sys.executable, "-m", "hf_diloco.cli.main", "syncer", "--run-dir", str(self._directory.path)]
         child = Child(
             [*command, "--listen", "127.0.0.1:0", *flags],
@@ -114,6 +115,10 @@ class LocalRun:
             address = self._directory.read_status().get("address")
             if isinstance(address, str):
                 return address
+            if child.poll() == 0:  # the run had ended before
+                self._had_ended = True
+                self._display.message(shown_tail(child))
+                return None
             if child.poll() is not None:
                 raise DiLoCoError(f"the syncer ended at once.\n{shown_tail(child)}")
             if time.monotonic() > deadline:
@@ -290,6 +295,8 @@ class LocalRun:
         finished = self._syncer.exit_code == 0
         failed = [learner for learner in self._learners if learner.exit_code != 0 and not learner.called_off]
         mean = number(status.get("mean_participants"))
+        outer_step, total_steps = number(status.get("outer_step")), number(status.get("total_steps"))
+        is_short = outer_step is not None and total_steps is not None and outer_step < total_steps
         lines = [
             f"The run {'has finished' if finished else 'was stopped before its end'}: outer step "
             f"{count(status.get('outer_step'))} of {count(status.get('total_steps'))}, "
@@ -299,6 +306,11 @@ class LocalRun:
         for learner in learners(status):
             name = count(learner.get("learner_id"))
             lines.append(f"learner {name}: tokens merged / trained {merged_of_trained(learner)}")
+        if finished and is_short:
+            lines.append(
+                "It ended before its last step, as the training of a learner did (epochs or data that ran out, early "
+                "stopping): see the warnings in the learners' logs."
+            )
         if self._learners and not learners(status) and not failed and not self._num_signals:
             lines.append(
                 "No learner ever joined the run: the scripts ended without it. A script joins by DiLoCoCallback() in "

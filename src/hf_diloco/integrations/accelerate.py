@@ -195,8 +195,7 @@ class DiLoCo:
             return
         try:
             if error is None and not member.has_ended and not member.told_to_stop:
-                logger.info("%s its loop has ended", member)
-                member.finish()
+                member.end_loop()
             if error is None and member.told_to_stop:
                 self._end_preempted(member)
         finally:

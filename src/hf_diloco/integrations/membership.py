@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from hf_diloco.config import DiLoCoPlugin
-from hf_diloco.errors import ConfigError, DiLoCoError, UnsupportedError
+from hf_diloco.errors import ConfigError, DiLoCoError, DiLoCoWarning, UnsupportedError
 from hf_diloco.integrations.arguments import check_optimizer
 from hf_diloco.integrations.model_files import model_files
 from hf_diloco.integrations.schedules import follow
@@ -33,6 +34,7 @@ from hf_diloco.links.token import read_token
 logger = logging.getLogger(__name__)
 
 _RANK_NAMES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")  # those that Accelerate goes by
+_ENOUGH = 0.95  # of the run's steps: shards are not quite alike
 _STEPS_WITHOUT_TOKENS = 10  # in a row: something is wrong; counts on their way from a GPU come within a step or two
 
 
@@ -155,7 +157,9 @@ class Membership:
             if self.learner.starts_over():
                 _forget_broken_state(self._optimizer)
             self._joint_step = self.learner.take_save_wanted()
-        if is_last or not goes_on:
+        if is_last and goes_on:
+            self.end_loop()
+        elif not goes_on:
             self.finish()
         return goes_on
 
@@ -190,6 +194,20 @@ class Membership:
         if self._joint_step is not None:
             self.learner.saved_checkpoint(self._joint_step, str(Path(path).absolute()))
             self._joint_step = None
+
+    def end_loop(self) -> None:
+        """The loop makes no more updates: wait for the final values. Warns if the run was to be much longer."""
+        step, total = self.learner.global_step, self.learner.total_steps
+        if step < _ENOUGH * total and self._ranks.rank == 0:
+            warnings.warn(
+                f"the training of learner {self._plugin.learner_id} has ended by itself at step {step} of {total} (its "
+                "epochs, its steps or its data ran out). The run ends for the other learners, too, finish_wait_seconds "
+                f"after that. To train all steps, let the loop go on until the run ends it: max_steps={total} for "
+                "Trainer; around a loop of your own, another one over the epochs.",
+                DiLoCoWarning,
+                stacklevel=4,
+            )
+        self.finish()
 
     def finish(self) -> None:
         """Wait for the final global values, unless told to stop meanwhile."""

@@ -263,7 +263,7 @@ class DiLoCoCallback(TrainerCallback):
                     stacklevel=3,
                 )
             else:  # the data ran out
-                member.finish()
+                member.end_loop()
         if member.told_to_stop:
             member.drain()
 

@@ -191,6 +191,8 @@ class Exchange:
             self.asks.clear()
             self.from_peers.clear()
             if isinstance(event, LinkUp):
+                if self.ever_linked:
+                    logger.warning("[learner %d] the link is up again", self.learner_id)
                 self.linked = self.ever_linked = True
                 self.num_links += 1
                 self.lease = None
