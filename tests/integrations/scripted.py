@@ -12,7 +12,7 @@ class ScriptedLearner:
 
     def __init__(self, parameters, plugin, *, total_steps, steps_from_epochs, files, optimizer, link, ranks):
         self.optimizer = optimizer
-        self.parameters, self.total_steps, self.files, self.link = parameters, total_steps, files, link
+        self.parameters, self.total_steps, self.files, self.link = parameters, total_steps or 0, files, link
         self.steps_from_epochs = steps_from_epochs
         self.calls, self.tokens, self.losses, self.digests, self.global_step = [], [], [], [], 0
         self.instances.append(self)

@@ -245,11 +245,8 @@ def test_masters_in_fp32_of_a_model_in_bf16_are_not_refused(loop, scripted):
     accelerator, _, _ = loop
     model = make_model().to(torch.bfloat16)
     masters = torch.optim.SGD([parameter.detach().float() for parameter in model.parameters()], lr=0.1)
-    with (
-        pytest.warns(UserWarning, match="bfloat16"),
-        DiLoCo(accelerator, model, masters, plugin=plugin(), link=object) as diloco,
-    ):
-        diloco.leave()
+    with pytest.warns(UserWarning, match="bfloat16"), DiLoCo(accelerator, model, masters, plugin=plugin(), link=object):
+        pass
     assert scripted.instances
 
 
