@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import os
 import shlex
@@ -128,11 +129,17 @@ class SyncerConfig:
 def _require_types(config: Any) -> None:
     """Each field is of the type that its annotation says; where a float is wanted an int is as good."""
     kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "None": (type(None),)}
-    for item in dataclasses.fields(config):
-        value, allowed = getattr(config, item.name), str(item.type).split(" | ")
-        if isinstance(value, bool) or not any(isinstance(value, kinds[name]) for name in allowed):
-            shown = type(value).__name__ if item.name == "token" else f"{value!r} ({type(value).__name__})"
-            raise ConfigError(f"{item.name} must be {' or '.join(allowed)}, not {shown}.")
+    for name, annotation in _annotations(config).items():
+        value, allowed = getattr(config, name), annotation.split(" | ")
+        if isinstance(value, bool) or not any(isinstance(value, kinds[kind]) for kind in allowed):
+            shown = type(value).__name__ if name == "token" else f"{value!r} ({type(value).__name__})"
+            raise ConfigError(f"{name} must be {' or '.join(allowed)}, not {shown}.")
+
+
+def _annotations(config: Any) -> dict[str, str]:
+    """As they are written above; HfArgumentParser puts its own into ``Field.type``, without the None."""
+    written = {name: kind for base in type(config).__mro__ for name, kind in inspect.get_annotations(base).items()}
+    return {item.name: written[item.name] for item in dataclasses.fields(config)}
 
 
 def _require(config: Any, name: str, holds: bool, allowed: str) -> None:
@@ -180,11 +187,11 @@ class DiLoCoPlugin:
     )
 
     def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            value, name = getattr(self, item.name), f"HF_DILOCO_{item.name.upper()}"
+        for name, annotation in _annotations(self).items():
+            value, variable = getattr(self, name), f"HF_DILOCO_{name.upper()}"
             if isinstance(value, _NotGiven):
-                text = os.environ.get(name)
-                setattr(self, item.name, _parse(name, text, str(item.type)) if text else value.default)
+                text = os.environ.get(variable)
+                setattr(self, name, _parse(variable, text, annotation) if text else value.default)
         self.token_file = os.fspath(self.token_file) if isinstance(self.token_file, os.PathLike) else self.token_file
         _require_types(self)
         for name in ("join_timeout_seconds", "lost_timeout_seconds", "drain_seconds"):

@@ -17,7 +17,7 @@ from accelerate.data_loader import skip_first_batches
 from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader
 from trainers import make_data, make_model, make_trainer, plugin
-from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
+from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments, get_scheduler
 
 from hf_diloco import DiLoCo, DiLoCoCallback, DiLoCoPlugin, SyncerConfig
 from hf_diloco.core import messages as ms
@@ -156,6 +156,17 @@ def test_a_dataloader_that_was_not_prepared(loop):
     prepared = accelerator.prepare(loader)
     for good in (prepared, skip_first_batches(prepared, 1)):
         DiLoCo(accelerator, model, optimizer, plugin=plugin(), dataloader=good, link=object)
+
+
+def test_settings_on_a_command_line(monkeypatch):
+    """As Hugging Face's scripts parse theirs: what is not given comes from the environment all the same."""
+    monkeypatch.setenv("HF_DILOCO_DRAIN_SECONDS", "3")
+    words = ["--learner_id", "1", "--token", "secret", "--join_timeout_seconds", "60"]
+    (own,) = HfArgumentParser(DiLoCoPlugin).parse_args_into_dataclasses(words)
+    assert own == DiLoCoPlugin(learner_id=1, token="secret", drain_seconds=3.0)
+    (config,) = HfArgumentParser(SyncerConfig).parse_args_into_dataclasses(["--sync_every", "12"])
+    assert config == SyncerConfig(sync_every=12)
+    assert type("Own", (DiLoCoPlugin,), {})().drain_seconds == 3.0
 
 
 def test_another_platform(loop, start, monkeypatch):
