@@ -20,7 +20,7 @@ from hf_diloco.config import DiLoCoPlugin
 from hf_diloco.errors import ConfigError, DiLoCoError, DiLoCoWarning, UnsupportedError
 from hf_diloco.integrations.arguments import check_optimizer
 from hf_diloco.integrations.model_files import model_files
-from hf_diloco.integrations.schedules import follow
+from hf_diloco.integrations.schedules import LENGTH_TOLERANCE, follow
 from hf_diloco.learner.follower import Follower
 from hf_diloco.learner.joining import has_ended
 from hf_diloco.learner.learner import Learner
@@ -34,7 +34,6 @@ from hf_diloco.links.token import read_token
 logger = logging.getLogger(__name__)
 
 _RANK_NAMES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")  # those that Accelerate goes by
-_ENOUGH = 0.95  # of the run's steps: shards are not quite alike
 _STEPS_WITHOUT_TOKENS = 10  # in a row: something is wrong; counts on their way from a GPU come within a step or two
 
 
@@ -198,7 +197,7 @@ class Membership:
     def end_loop(self) -> None:
         """The loop makes no more updates: wait for the final values. Warns if the run was to be much longer."""
         step, total = self.learner.global_step, self.learner.total_steps
-        if step < _ENOUGH * total and self._ranks.rank == 0:
+        if step < (1 - LENGTH_TOLERANCE) * total and self._ranks.rank == 0:
             warnings.warn(
                 f"the training of learner {self._plugin.learner_id} has ended by itself at step {step} of {total} (its "
                 "epochs, its steps or its data ran out). The run ends for the other learners, too, finish_wait_seconds "

@@ -12,6 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from hf_diloco.errors import DiLoCoWarning
 
+LENGTH_TOLERANCE = 0.05  # of the run's steps: shards are not quite alike
+
 
 def follow(scheduler: Any, global_step: int) -> None:
     """Set the learning rate to that of ``global_step``, as if that many updates had been made."""
@@ -49,7 +51,7 @@ def warn_if_stuck(scheduler: Any, *, stacklevel: int) -> bool:
 
 def warn_of_length(own_steps: int, run_steps: int, *, stacklevel: int) -> None:
     """Warn of epochs that come to another number of steps than the run has: the schedule was made for that number."""
-    if abs(own_steps - run_steps) <= 0.05 * run_steps:
+    if abs(own_steps - run_steps) <= LENGTH_TOLERANCE * run_steps:
         return
     warnings.warn(
         f"the epochs of this learner come to {own_steps} steps, the run has {run_steps}. Its learning rate schedule is "
