@@ -19,7 +19,8 @@ demo: $(STAMP)  ## a syncer and two learners train a small model; under 5 minute
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)  ## under 15 minutes
-	$(RUN) pytest -m "not long"
+	$(RUN) pytest -m "not long and not alone" -n 2 --dist worksteal
+	$(RUN) pytest -m "not long and alone"
 
 test-all: $(STAMP)  ## what is too long for `make test`
 	$(RUN) pip install --quiet -c constraints.txt -e '.[dev,dev-long]'

@@ -45,7 +45,7 @@ def main() -> None:
         try:
             print(name, "succeeded:", attempt(), flush=True)
         except Exception as error:
-            print(name, "failed:", type(error).__name__, str(error)[:150].replace("\n", " "), flush=True)
+            print(name, "failed:", type(error).__name__, str(error).replace("\n", " "), flush=True)
     os._exit(0)
 
 
