@@ -39,6 +39,19 @@ class Pace(TrainerCallback):
         time.sleep(0.05 if "--slow" in sys.argv else 0)
 
 
+class Normalized(LlamaForCausalLM):
+    """With --batch-norm: has running statistics."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.batch_norm = torch.nn.BatchNorm1d(config.vocab_size)
+
+    def forward(self, input_ids, attention_mask=None, labels=None, **other):
+        output = super().forward(input_ids, attention_mask, labels=labels, **other)
+        self.batch_norm(output.logits.flatten(0, 1))
+        return output
+
+
 def main() -> None:
     learner, shards = os.environ["HF_DILOCO_LEARNER_ID"], os.environ["HF_DILOCO_NUM_SHARDS"]
     arguments, world = " ".join(sys.argv[1:]), os.environ.get("WORLD_SIZE", "1")
@@ -56,7 +69,8 @@ def main() -> None:
         use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=50,
     )  # fmt: skip
     callbacks = [Pace(), DiLoCoCallback()]
-    Trainer(LlamaForCausalLM(config), args, train_dataset=shard_dataset(data), callbacks=callbacks).train()
+    model = (Normalized if "--batch-norm" in sys.argv else LlamaForCausalLM)(config)
+    Trainer(model, args, train_dataset=shard_dataset(data), callbacks=callbacks).train()
 
 
 if __name__ == "__main__":

@@ -85,6 +85,18 @@ def test_when_all_learners_are_preempted_the_syncer_writes_the_model(launch):
 
 
 @pytest.mark.long
+def test_what_the_syncer_warns_of_when_it_ends_is_shown(launch):
+    run = launch("--steps", 100_000, "--batch-norm")
+    run.until_training()
+    for process in run.trainers():
+        process.kill()
+    assert run.wait() == 1, run.text()
+    run.assert_nothing_left()
+    assert "Warning: no learner has said what its running statistics are" in run.output.read_text(), run.text()
+    assert "Warning: the architecture (Normalized) is not a model class of tr" in run.output.read_text(), run.text()
+
+
+@pytest.mark.long
 def test_ctrl_c_before_anything_runs(launch):
     run = launch("--steps", 100_000)
     wait_until(lambda: "Run directory" in run.output.read_text(), "the start")

@@ -176,8 +176,7 @@ class LocalRun:
     def _look(self) -> None:
         """Say what the syncer warns of and how each process ended that did; start it again if it is to be."""
         assert self._syncer is not None
-        for notice in self._notices.new():
-            self._display.message(notice, style="yellow")
+        self._tell_notices()
         if text := self._syncer.look():
             self._display.message(text, style="yellow" if self._syncer.exit_code is None else "")
         texts = [learner.look() for learner in self._learners]  # all of them, to know whether any is left
@@ -187,6 +186,10 @@ class LocalRun:
             lost = self._learners[learner_id].exit_code not in (None, 0) and not self._num_signals
             what_now = f"\n{self._what_without(learner_id)}" if lost else ""
             self._display.message(text + what_now, style="red" if lost else "")
+
+    def _tell_notices(self) -> None:
+        for notice in self._notices.new():
+            self._display.message(notice, style="yellow")
 
     def _what_without(self, learner_id: int) -> str:
         """How it goes on without this learner."""
@@ -265,6 +268,7 @@ class LocalRun:
             if self._syncer.child.poll() is None:
                 self._display.message("Stopping the syncer; it writes the values it has ...")
             self._stop([self._syncer])
+        self._tell_notices()  # of its last moments
 
     def _stop(self, children: list[Supervised]) -> None:
         """Stop these and wait for their end; at once if we are told so again."""

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,7 +110,10 @@ def _serve(
         if not service.has_model:
             display.message("There is no model: no learner has supplied the initial values.", style="yellow")
             return
-        export_model(*service.model(), directory.model, service.model_facts())
+        with warnings.catch_warnings(record=True) as caught:
+            export_model(*service.model(), directory.model, service.model_facts())
+        for warning in caught:
+            service.warn(str(warning.message))
         display.message(f"The global model is in {directory.model}")
         if config.linger_seconds and not service.stopping:
             display.message(

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 from hf_diloco.core import messages as ms
 from hf_diloco.core.data_digest import SAME_DATA_OVERLAP, overlap
 from hf_diloco.links.base import SyncerLinks
 from hf_diloco.syncer.tape import Tape
-
-logger = logging.getLogger(__name__)
 
 
 class Readers:
@@ -47,6 +43,5 @@ class Readers:
             "own part: train_dataset=shard_dataset(dataset) in the training script, with HF_DILOCO_NUM_SHARDS at "
             "least the number of learners."
         )
-        logger.warning("[syncer] %s", text)
-        self._tape.write("warning", learner_ids=list(pair), text=text)
+        self._tape.warn(text, pair)
         self._links.send(list(pair), ms.Notice(text=text))

@@ -319,8 +319,7 @@ class Run:
         except DiLoCoError as error:
             if not self.rounds.has_values and self._restart is None:
                 raise
-            logger.error("[syncer] %s", error)
-            self._tape.write("warning", learner_ids=[], text=str(error))
+            self._tape.warn(str(error))
             return
         if path is not None:
             self._tape.write("checkpoint", path=f"{path.parent.name}/{path.name}")
@@ -366,8 +365,7 @@ class Run:
         if self.rounds.phase == "saving":
             self.state.settle()
         if warning := self.supply.settle({who: row.tokens_trained for who, row in self.ledger.accounts.items()}):
-            logger.warning("[syncer] %s", warning)
-            self._tape.write("warning", learner_ids=[], text=warning)
+            self._tape.warn(warning)
         path = self._saver.write_now(self._facts())
         self.saved = True
         self._tape.write("checkpoint", durable=True, path=f"{path.parent.name}/{path.name}")

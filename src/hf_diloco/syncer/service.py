@@ -143,6 +143,10 @@ class Syncer:
             num_merges=ledger.num_merges, num_participants=ledger.num_participants,
         )  # fmt: skip
 
+    def warn(self, text: str) -> None:
+        """Say in the log and on the tape what is wrong with the model that is left."""
+        self._tape.warn(text)
+
     def _serve(self, is_over: Callable[[Rounds, float], bool]) -> None:
         next_status = 0.0
         while not self._stopping.is_set():

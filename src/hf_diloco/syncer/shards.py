@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from hf_diloco.core import messages as ms
@@ -10,8 +9,6 @@ from hf_diloco.core.leases import Leases
 from hf_diloco.errors import MessageError
 from hf_diloco.links.base import SyncerLinks
 from hf_diloco.syncer.tape import Tape
-
-logger = logging.getLogger(__name__)
 
 _MOST_SHARDS = 1 << 20  # what a learner says is not to fill the syncer's memory
 
@@ -84,8 +81,7 @@ class Shards:
                 f"more learners than shards (num_shards={table.num_shards}). Start the run with HF_DILOCO_NUM_SHARDS "
                 "at least the number of learners there will ever be."
             )
-            logger.warning("[syncer] %s", text)
-            self._tape.write("warning", learner_ids=[learner_id, others[0]], text=text)
+            self._tape.warn(text, [learner_id, others[0]])
             self._links.send([learner_id], ms.Notice(text=text))
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,11 @@ class Tape:
                         "is room.", self._path, error,
                     )  # fmt: skip
                 self._stopping.wait(_RETRY_SECONDS)
+
+    def warn(self, text: str, learner_ids: Sequence[int] = ()) -> None:
+        """Say in the log and on the tape what is wrong, with these learners; `hf-diloco launch` shows it."""
+        logger.warning("[syncer] %s", text)
+        self.write("warning", learner_ids=list(learner_ids), text=text)
 
     def _append(self, line: bytes, *, durable: bool) -> None:
         try:
