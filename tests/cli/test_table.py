@@ -43,7 +43,7 @@ def test_a_stretched_interval_and_late_updates_are_shown():
     status = {**STATUS, "sync_every": 24, "effective_sync_every": 31.2, "learners": [learner, STATUS["learners"][1]]}
     run, first, second = plain_lines(status)
     assert "outer step 1,200 of 3,000 · H 24 -> 31 · 7 merges" in run
-    assert first.endswith("tokens merged, 3 late updates")
+    assert first.endswith("tokens merged, late updates 3")
     assert second.endswith("tokens merged")
     file = io.StringIO()
     Console(file=file, width=150).print(render(status))
@@ -128,8 +128,8 @@ def test_without_restarts_there_is_none():
 def test_restarts_are_shown():
     again = {**STATUS, "syncer_restarts": 1, "learners": [{**STATUS["learners"][0], "restarts": 3}]}
     run, learner = plain_lines(again)
-    assert run.endswith("syncer restarted 1 times")
-    assert learner.endswith("tokens merged, 3 restarts")
+    assert run.endswith("syncer restarts 1")
+    assert learner.endswith("tokens merged, restarts 3")
     file = io.StringIO()
     Console(file=file, width=150).print(render(again))
     assert "restarts" in file.getvalue()

@@ -116,7 +116,7 @@ class Supervised:
             return f"{self.name} has ended ({meaning(code)})."
         if self._backoff.in_a_row:
             return (
-                f"{self.name} died ({meaning(code)}) and is given up after {self._backoff.in_a_row} restarts in a row. "
+                f"{self.name} died ({meaning(code)}) and is given up; restarts in a row: {self._backoff.in_a_row}. "
                 f"{shown_tail(self.child)}"
             )
         return f"{self.name} died ({meaning(code)}). {shown_tail(self.child)}"

@@ -83,7 +83,7 @@ def plain_lines(status: Mapping[str, Any]) -> list[str]:
     lines = [run_line(status)]
     for learner in learners(status):
         name, state, step, loss, rate, tokens = learner_cells(learner)
-        counts = "".join(f", {count(learner[key])} {what}" for key, what in _COUNTS.items() if number(learner.get(key)))
+        counts = "".join(f", {what} {count(learner[key])}" for key, what in _COUNTS.items() if number(learner.get(key)))
         lines.append(
             f"  learner {name}: {state}, step {step}, loss {loss}, {rate} tokens/s, {tokens} tokens merged{counts}"
         )
@@ -99,7 +99,7 @@ def run_line(status: Mapping[str, Any]) -> str:
         f"{count(status.get('total_steps'))}{pace(status)} · "
         f"{count(status.get('merges'))} merges, the last from learners {names} · "
         f"in {size(status.get('bytes_received'))}, out {size(status.get('bytes_sent'))}"
-        + (f" · syncer restarted {count(status['syncer_restarts'])} times" if status.get("syncer_restarts") else "")
+        + (f" · syncer restarts {count(status['syncer_restarts'])}" if status.get("syncer_restarts") else "")
     )
 
 
