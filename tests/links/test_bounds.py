@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from hf_diloco.config import DiLoCoPlugin
 from hf_diloco.core.messages import Notice
 from hf_diloco.errors import ConfigError, MessageError
-from hf_diloco.links import buffers, gateway, inbox, tls
+from hf_diloco.links import buffers, courier, gateway, inbox, tls
 from hf_diloco.links.base import LinkUp, Received
 from hf_diloco.links.buffers import MAX_PAYLOAD_BYTES, PIECE_BYTES, WINDOW, BufferPool, map_region
 from hf_diloco.links.channel import Channel, FrameReader
@@ -24,6 +25,7 @@ from hf_diloco.links.gateway import Gateway
 from hf_diloco.links.loop import Loop
 from hf_diloco.links.relay import relay
 from hf_diloco.links.token import Token, make_certificate, read_token, write_token
+from hf_diloco.links.zygote import _Zygote
 
 pytestmark = pytest.mark.fast
 
@@ -135,6 +137,67 @@ def test_a_payload_larger_than_the_room_goes_through(syncer: Syncer, monkeypatch
     assert not last.done()
     syncer.release_next()
     _until(last.done)
+
+
+def test_downloads_larger_than_the_room_go_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when others wait behind them; and however slow the line is, they have the time."""
+    monkeypatch.setattr(courier, "MAX_HELD_BYTES", 1 << 16)
+    timeouts, delivered = set(), []
+
+    def call(_peer: object, name: str, *arguments: int, timeout_seconds: float) -> torch.futures.Future:
+        timeouts.add(timeout_seconds)
+        answer: torch.futures.Future = torch.futures.Future()
+        answer.set_result(torch.full((arguments[3],), arguments[1], dtype=torch.uint8) if name == "get" else None)
+        return answer
+
+    monkeypatch.setattr(courier.wire, "call", call)
+    ours, theirs = socket.socketpair()
+    trainer = Loop()
+
+    def take(message: dict, payload: torch.Tensor | None, release: Callable[[], None]) -> None:
+        delivered.extend([int(payload[0])] if payload is not None else [])
+        release()
+
+    channel = Channel(ours, trainer, take, lambda _reason: None)
+    link = courier.Courier(theirs, {"host_name": "here"})
+    link._token, link._down = "token", None
+    for number in (1, 2, 3):
+        link._downloads.put((number, 1 << 16, MESSAGE))
+    trainer.start("test-trainer")
+    link._loop.start("test-courier")
+
+    def download() -> None:
+        with contextlib.suppress(TypeError):  # the last one is none
+            link._download(None)
+
+    thread = threading.Thread(target=download, daemon=True)
+    thread.start()
+    try:
+        _until(lambda: len(delivered) == 3)
+    finally:
+        link._downloads.put(None)
+        thread.join(60)
+        for loop, end in ((link._loop, link._channel), (trainer, channel)):
+            loop.stop()
+            end.close()
+        link._pool.close()
+    assert delivered == [1, 2, 3]
+    assert timeouts == {0.0}
+
+
+def test_a_fork_that_fails_costs_one_link_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", fork)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        parent = _Zygote(theirs, os.getppid(), "gateway")
+        link, far_end = socket.socketpair()
+        with link:
+            parent._fork(7, {}, far_end.detach())
+            assert link.recv(1) == b"", "the link has ended"
+        assert FrameReader(ours).read()[0].message == {"op": "exited", "number": 7}
 
 
 def test_no_more_pieces_than_a_window(syncer: Syncer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import threading
+import types
 from collections.abc import Callable, Iterator
 
 import psutil
@@ -28,7 +30,7 @@ from links_world import (
 
 from hf_diloco.core.messages import Notice
 from hf_diloco.errors import AuthenticationError, LearnerRefusedError
-from hf_diloco.links import handshake
+from hf_diloco.links import handshake, learner_end
 from hf_diloco.links.base import LinkDown, LinkUp, Received
 from hf_diloco.links.relay import relay
 from hf_diloco.links.rpc import RpcLearnerLink, RpcSyncerLinks
@@ -310,6 +312,56 @@ def test_nobody_listens(connect: Callable) -> None:
 def test_the_syncers_timeout_governs(pair: tuple) -> None:
     _, link = pair
     assert link._timeout == TIMEOUT
+
+
+@pytest.mark.long
+def test_who_has_a_long_timeout_bears_a_long_silence(connect: Callable) -> None:
+    syncer = RpcSyncerLinks("127.0.0.1", 0, TOKEN, link_timeout_seconds=60)
+    syncer.open()
+    try:
+        link = connect(port_of(syncer))
+        until(link, LinkUp)
+        until(syncer, LinkUp)
+        (gateway,) = forks_of("gateway")
+        gateway.suspend()
+        assert link.receive(12.0) is None
+        gateway.resume()
+        link.send(Notice(text="still here"))
+        assert isinstance(syncer.receive(PATIENCE), Received)
+    finally:
+        syncer.close()
+
+
+def test_out_of_open_files_for_a_moment(syncer: RpcSyncerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [OSError(24, "Too many open files")]
+
+    def socketpair() -> tuple[socket.socket, socket.socket]:
+        if failures:
+            raise failures.pop()
+        return socket.socketpair()
+
+    parts = types.SimpleNamespace(socketpair=socketpair, gethostname=socket.gethostname)
+    monkeypatch.setattr(learner_end, "socket", parts)
+    link = RpcLearnerLink("127.0.0.1", port_of(syncer), TOKEN, 0, "a")
+    link.open()
+    try:
+        until(link, LinkUp)
+        assert not failures
+    finally:
+        link.close()
+
+
+def test_links_may_have_as_many_open_files_as_the_system_allows() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
+    syncer = RpcSyncerLinks("127.0.0.1", 0, TOKEN, link_timeout_seconds=TIMEOUT)
+    try:
+        syncer.open()
+        for process in (psutil.Process(), *descendants("hf_diloco.links")):
+            assert process.rlimit(psutil.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        syncer.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_one_failure_on_the_way_to_the_gateway_is_not_for_ever(syncer: RpcSyncerLinks) -> None:

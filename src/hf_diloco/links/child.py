@@ -5,6 +5,7 @@ Run as ``python -m hf_diloco.links.<module> <fd> <parent pid>``; the fd is one e
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -26,6 +27,7 @@ def begin(name: str) -> tuple[socket.socket, int]:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # the parent decides when this ends, after it has drained
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # strangers can make a gateway abort; that is no news
+    raise_file_limit()
     level = os.environ.get("HF_DILOCO_LOG_LEVEL", "WARNING").upper()
     known = isinstance(logging.getLevelName(level), int)
     logging.basicConfig(
@@ -33,6 +35,13 @@ def begin(name: str) -> tuple[socket.socket, int]:
     )
     set_name(name)
     return socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+
+
+def raise_file_limit() -> None:
+    """As many open files as this user may have: the usual 1024 are those of some fifty links at the door."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def set_name(name: str) -> None:

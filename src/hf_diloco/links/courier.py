@@ -44,7 +44,7 @@ from hf_diloco.links.token import Token
 
 logger = logging.getLogger(__name__)
 
-_BULK_TIMEOUT_SECONDS = 120.0  # slow is not dead: death is for the beats to find
+_NO_TIMEOUT = 0.0  # slow is not dead: death is for the beats to find, and for TCP
 _LAST_WORDS_SECONDS = 2.0
 _MAX_TELL_MESSAGES = 64
 _MAX_TELL_BYTES = 4 << 20
@@ -151,6 +151,7 @@ class Courier:
         self._channel.post({"op": "timeout", "seconds": self._timeout})
         if "refused" in answer:
             self._end(str(answer["refused"]), kind=str(answer.get("kind", "lost")))
+        handshake.keep_alive(control, self._timeout)
         self._address = control.getpeername()[0]  # data goes the same way, and no name needs to be resolved again
         return control, answer
 
@@ -160,7 +161,9 @@ class Courier:
         return handshake.connect(self._address, args["port"], Token(*args["token"]), kind, request, timeout)
 
     def _dial(self) -> socket.socket:
-        return self._connect(handshake.DATA, {"token": self._token})
+        sock = self._connect(handshake.DATA, {"token": self._token})
+        handshake.keep_alive(sock, self._timeout)
+        return sock
 
     def _explain(self, error: Exception) -> str:
         where = f"{self._args['host_name']}:{self._args['port']}"
@@ -208,7 +211,7 @@ class Courier:
     # ------------------------------------------------------------------------------------------------------- threads
 
     def _beat(self) -> None:
-        timeout = 3 * tick_seconds(self._timeout)
+        timeout = self._timeout - 2 * tick_seconds(self._timeout)  # the gateway hears nothing for as long as that
         wire.call(self._ctl, "beat", self._token, timeout_seconds=timeout).wait()
 
     def _watch_control(self, control: socket.socket) -> None:
@@ -230,7 +233,7 @@ class Courier:
                 num_bytes, message = self._tells.popleft()
                 batch.append(message)
                 size += num_bytes
-            wire.call(self._ctl, "tell", self._token, sent, batch, timeout_seconds=_BULK_TIMEOUT_SECONDS).wait()
+            wire.call(self._ctl, "tell", self._token, sent, batch, timeout_seconds=_NO_TIMEOUT).wait()
             sent += len(batch)
             self._acknowledge(len(batch))
 
@@ -251,15 +254,13 @@ class Courier:
             for arguments, is_last in _pieces(upload):
                 if len(under_way) == WINDOW:
                     finish_oldest()
-                future = wire.call(
-                    self._up, "put", self._token, *arguments, timeout_seconds=_BULK_TIMEOUT_SECONDS, is_async=True
-                )
+                future = wire.call(self._up, "put", self._token, *arguments, timeout_seconds=_NO_TIMEOUT, is_async=True)
                 under_way.append((future, upload if is_last else None))
 
     def _poll(self, _control: socket.socket) -> None:
         seen = 0
         while True:
-            items = wire.call(self._ctl, "poll", self._token, seen, timeout_seconds=0, is_async=True).wait()
+            items = wire.call(self._ctl, "poll", self._token, seen, timeout_seconds=_NO_TIMEOUT, is_async=True).wait()
             if len(items) > wire.MAX_POLL_ITEMS or self._downloads.qsize() > _MAX_DOWNLOADS:
                 raise MessageError("the syncer announces more than it may")
             for number, item in items:
@@ -291,6 +292,8 @@ class Courier:
                     finish_oldest()
                 self._deliver(number, 0, message, None)
                 continue
+            while under_way and self._pool.held_bytes >= MAX_HELD_BYTES:
+                finish_oldest()  # what is under way itself may take all the room
             with self._room:
                 self._room.wait_for(lambda: self._pool.held_bytes < MAX_HELD_BYTES)
             buffer = self._pool.take(size)
@@ -298,9 +301,7 @@ class Courier:
                 if len(under_way) == WINDOW:
                     finish_oldest()
                 length = min(PIECE_BYTES, size - offset)
-                future = wire.call(
-                    self._down, "get", self._token, number, offset, length, timeout_seconds=_BULK_TIMEOUT_SECONDS
-                )
+                future = wire.call(self._down, "get", self._token, number, offset, length, timeout_seconds=_NO_TIMEOUT)
                 last = offset + length == size
                 deliver = _bound(self._deliver, number, size, message, buffer) if last else None
                 under_way.append((future, offset, length, buffer, deliver))
@@ -313,7 +314,7 @@ class Courier:
         self._channel.post({"op": "message", "message": message, "size": size}, buffer=buffer)
         if buffer:
             self._pool.release(buffer)  # the channel holds it now
-        wire.call(self._down, "took", self._token, number, timeout_seconds=_BULK_TIMEOUT_SECONDS)
+        wire.call(self._down, "took", self._token, number, timeout_seconds=_NO_TIMEOUT)
 
 
 def _bound(function: Callable[..., None], *args: Any) -> Callable[[], None]:

@@ -28,7 +28,7 @@ from hf_diloco.links.channel import Channel
 from hf_diloco.links.handshake import CONTROL, keep_alive, send_document, welcome
 from hf_diloco.links.listening import join_address
 from hf_diloco.links.loop import Loop, tick_seconds
-from hf_diloco.links.relay import MAX_CONNECTIONS, relay
+from hf_diloco.links.relay import MAX_CONNECTIONS, OUT_OF_FILES, relay
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +124,7 @@ class _Door:
             try:
                 sock, peer = listener.accept()
             except OSError as error:  # out of descriptors, or the peer has gone again
+                self._warn_of_files(error)
                 logger.debug("accept: %s", error)
                 time.sleep(0.05)
                 continue
@@ -175,6 +176,7 @@ class _Door:
             elif kind:
                 self._data(sock, str(request.get("token")))
         except (OSError, EOFError, MessageError, queue.Empty) as error:
+            self._warn_of_files(error)
             logger.info("connection of %s ended: %s", where, error)
         finally:
             sock.close()
@@ -218,6 +220,10 @@ class _Door:
             with self._lock:
                 self._relays[token] -= 1
                 self._relays += Counter()  # drops what is zero
+
+    def _warn_of_files(self, error: Exception) -> None:
+        if isinstance(error, OSError) and error.errno in OUT_OF_FILES:
+            self._warn("the door cannot serve all who come: %s (ulimit -n)", error)
 
     def _warn(self, text: str, *args: object) -> None:
         """Strangers shall not fill the log."""

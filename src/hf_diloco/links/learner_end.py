@@ -203,8 +203,12 @@ class RpcLearnerLink:
             if self._is_over or self._courier or not self._zygote_is_ready:
                 return
             assert self._loop is not None
-            courier = self._courier = _Courier(next(self._numbers))
-            ours, theirs = socket.socketpair()
+            try:
+                ours, theirs = socket.socketpair()
+            except OSError as error:
+                self._error = f"no link can be made: {error}"
+                return self._later(self._link)
+            courier = _Courier(next(self._numbers))
             courier.channel = Channel(
                 ours,
                 self._loop,
@@ -212,6 +216,7 @@ class RpcLearnerLink:
                 lambda _reason: self._courier_gone(courier),
                 self._pool,
             )
+            self._courier = courier
             with theirs:
                 fork = {"op": "fork", "number": courier.number, "args": self._courier_args}
                 self._zygote.channel.post(fork, fds=[theirs.fileno()])

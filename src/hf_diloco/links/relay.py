@@ -6,7 +6,9 @@ No torch: the door imports it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import logging
 import os
 import select
 import socket
@@ -14,6 +16,9 @@ import ssl
 import threading
 from collections.abc import Callable
 
+logger = logging.getLogger(__name__)
+
+OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
 _PIPE_BYTES = 1 << 20
 _TLS_BLOCK_BYTES = 1 << 18
 _F_SETPIPE_SZ = 1031
@@ -81,11 +86,12 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
         try:
             _splice(source, sink)
         except OSError as error:
-            if error.errno not in (22, 38):  # EINVAL, ENOSYS: this kernel or sandbox cannot; nothing was moved yet
+            if error.errno not in (errno.EINVAL, errno.ENOSYS):  # this kernel or sandbox cannot; nothing was moved yet
                 raise
             _copy(source, sink)
-    except OSError:
-        pass
+    except OSError as error:
+        if error.errno in OUT_OF_FILES:
+            logger.warning("a connection of a link ends: %s (ulimit -n)", error)
     for sock in (source, sink):
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)

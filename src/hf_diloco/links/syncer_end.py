@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_diloco.core.message_json import from_wire, to_wire
 from hf_diloco.core.messages import Message
 from hf_diloco.errors import MessageError, UnsupportedError
-from hf_diloco.links import handshake
+from hf_diloco.links import child, handshake
 from hf_diloco.links.base import LinkDown, LinkEvent, LinkUp, check_payload
 from hf_diloco.links.buffers import BufferPool
 from hf_diloco.links.channel import Channel
@@ -50,8 +50,7 @@ class _Link:
         self.is_direct = request["host_key"] == handshake.host_key()
         self.token = secrets.token_hex(16)
         self.channel: Channel
-        self.is_up = self.is_over = False
-        self.is_drained = False
+        self.is_up = self.is_over = self.is_drained = False
         self.reason = "the gateway process ended"
 
 
@@ -106,6 +105,7 @@ class RpcSyncerLinks:
         """
         if self._loop is not None or self._is_over:
             return
+        child.raise_file_limit()
         self._listener = listen(*self._listen)
         self.address = join_address(self._listen[0], self._listener.getsockname()[1])
         self._loop, self._pool = Loop(), BufferPool()
@@ -294,14 +294,14 @@ class RpcSyncerLinks:
             return refuse("the syncer is not ready")
         present = self._links.get(request["learner_id"])
         if present and present.incarnation != request["incarnation"]:
-            return refuse(
-                f"learner id {present.learner_id} is already in use by {present.host}; "
-                "give each learner its own HF_DILOCO_LEARNER_ID",
-                "in_use",
-            )
+            text = f"learner id {present.learner_id} is already in use by {present.host}; give each learner its own "
+            return refuse(text + "HF_DILOCO_LEARNER_ID", "in_use")
         if present:
             self._end(present, "replaced by a new link of the same learner")
-        self._admit(_Link(next(self._numbers), control, request, peer))
+        try:
+            self._admit(_Link(next(self._numbers), control, request, peer))
+        except OSError as error:
+            refuse(f"the syncer cannot make a link now: {error}")
 
     def _say_refused(self, text: str) -> None:
         """Who is refused asks again and again: the same is said once in a while."""

@@ -69,7 +69,13 @@ class _Zygote:
 
     def _fork(self, number: int, args: dict[str, Any], fd: int) -> None:
         zygote = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # too many processes, or no memory: this link fails, the others stay
+            child.logger.error("no %s can be started: %s", self._name, error)
+            os.close(fd)
+            self.say(op="exited", number=number)
+            return
         if pid:
             os.close(fd)
             self._pids[number] = pid
