@@ -33,3 +33,19 @@ def test_who_was_told_to_stop_can_be_told_from_who_has_finished(options, own_cod
         if stopped:
             process.send_signal(signal.SIGTERM)
         assert process.wait(60) == code
+
+
+def test_nohup_is_respected(tmp_path):
+    waits = (
+        "import sys, time, pathlib\nprint('ready', flush=True)\n"
+        "while not pathlib.Path(sys.argv[1]).exists():\n    time.sleep(0.05)"
+    )
+    with subprocess.Popen(
+        ["nohup", *GUARD, "--stopped-exit-code", "75", sys.executable, "-c", waits, str(tmp_path / "end")],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        (tmp_path / "end").touch()
+        assert process.wait(60) == 0, "it was not told to stop"

@@ -46,6 +46,7 @@ class Injector:
         self._run = run
         self._undo: dict[int, Callable[[], None]] = {}  # by place in `happened`
         self._stopped: dict[int, list[census.Process]] = {}
+        self._full: dict[int, tuple[census.Process, tuple[int, int]]] = {}  # and its limit of before
 
     def begin(self, fault: Fault) -> Happening:
         """Do it. It is undone by :meth:`tick` when its time is over, or by :meth:`end_all`."""
@@ -165,18 +166,21 @@ class Injector:
 
         return f"port {port} of {one.part} (pid {one.pid})", end
 
-    def _disk_full(self, fault: Fault, _number: int) -> tuple[str, Callable[[], None] | None]:
+    def _disk_full(self, fault: Fault, number: int) -> tuple[str, Callable[[], None] | None]:
         hit = self.victims(fault)
         if not hit:
             return "", None
-        pid = hit[0].pid
-        soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        one = hit[0]
+        others = [limits for other, limits in self._full.values() if other == one]
+        soft, hard = others[0] if others else resource.prlimit(one.pid, resource.RLIMIT_FSIZE)
+        self._full[number] = one, (soft, hard)
         size = self._run.directory.tape.stat().st_size  # not 0: memory regions, which a full disk spares, count too
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
+        resource.prlimit(one.pid, resource.RLIMIT_FSIZE, (size, hard))
 
         def make_room() -> None:
-            if hit[0].signal(0):
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
+            del self._full[number]
+            if one.signal(0) and all(other != one for other, _ in self._full.values()):
+                resource.prlimit(one.pid, resource.RLIMIT_FSIZE, (soft, hard))
 
         return _shown(hit[:1]), make_room
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from hf_diloco.cli.guard import stop_signals
 from hf_diloco.cli.settings import as_flags, with_settings
 from hf_diloco.cli.table import Display
 from hf_diloco.config import SyncerConfig
@@ -103,7 +104,7 @@ def chaos(
             step_seconds=step_seconds,
         )
         display.message(f"Logs, tapes and report: {path}")
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in set(stop_signals()) - {signal.SIGINT}:
             signal.signal(number, lambda number, _frame: sys.exit(128 + number))  # on the way out all is ended
         report = experiment.run(path, compare=compare, say=display.message, show=display.update)
     console.print(render(report))

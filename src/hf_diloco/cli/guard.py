@@ -38,6 +38,12 @@ _SAME_REQUEST_SECONDS = 3.0  # SIGTERM to all processes of a job, and passed on 
 _TERMINATED = 128 + signal.SIGTERM
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Those that ask for an end: not SIGHUP where it is ignored already, which is what ``nohup`` does."""
+    is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([] if is_deaf else [signal.SIGHUP])]
+
+
 class Guard:
     """The processes of one command.
 
@@ -64,7 +70,7 @@ class Guard:
 
     def run(self) -> int:
         """Run the command to its end, and all that it started. Returns its exit code."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in stop_signals():
             signal.signal(number, self._on_signal)
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         main = self._spawn()

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hf_diloco.cli.guard import stop_signals
 from hf_diloco.cli.launchers import Launcher
 from hf_diloco.cli.notices import Notices
 from hf_diloco.cli.processes import Child, clean_environment
@@ -70,8 +71,7 @@ class LocalRun:
             DiLoCoError: the syncer or a learner could not be started.
         """
         self._display = display
-        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, self._on_signal) for number in handled}
+        before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
         try:
             try:
                 address = self._start_syncer(syncer_flags)
