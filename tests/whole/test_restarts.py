@@ -95,6 +95,34 @@ def check_tape(world: World) -> None:
         assert len(merged) == len(set(merged)), "an update was merged twice"
 
 
+def test_a_syncer_that_is_stopped_before_its_learners_are_back_leaves_all_as_it_was(tmp_path: Path) -> None:
+    """What they have merged since the checkpoint is not lost by it."""
+    world = RestartWorld(
+        tmp_path, expected_learners=1, num_fragments=2, sync_every=4, checkpoint_every_seconds=1000.0, outer_lr=1.0,
+        outer_momentum=0.0, wire_format="fp32",
+    )  # fmt: skip
+    world.start(train, world, 0, steps=1000, pace_seconds=0.004)
+    wait_for_merges(world, 10)
+    world.kill_syncer()
+    world.hub.cut(0)
+    before = latest_run(world.directory)
+    world.restart_syncer()
+    world.syncer.stop()
+    world.syncer_thread.join(SECONDS)
+    assert not world.syncer.has_model
+    after = latest_run(world.directory)
+    assert before is not None
+    assert after is not None
+    assert after.checkpoint.path == before.checkpoint.path
+    world.hub.heal(0)
+    world.restart_syncer()
+    world.join()
+    check_tape(world)
+    assert sum(line["num_handed_back"] for line in world.tape("recovered")) == 2
+    account = world.accounts()[0]
+    assert account["tokens_merged"] == account["tokens_trained"] > 0
+
+
 @pytest.mark.parametrize("on_arrival", ["carry", "overwrite"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_killed_syncer_goes_on(tmp_path: Path, on_arrival: str, seed: int) -> None:

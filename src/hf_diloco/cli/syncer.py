@@ -107,6 +107,13 @@ def _serve(
 
     def leave_model() -> None:
         display.update(service.status(), now=True)
+        if service.status()["state"] == "recovering":
+            display.message(
+                "Stopped before the run's learners had said what they hold. Its checkpoints are as they were: go on "
+                "with the same command.",
+                style="yellow",
+            )
+            return
         if not service.has_model:
             display.message("There is no model: no learner has supplied the initial values.", style="yellow")
             return

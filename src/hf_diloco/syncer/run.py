@@ -359,14 +359,17 @@ class Run:
         )
 
     def save(self) -> None:
-        """The values of this moment, on disk; after the run's last merge they are the final ones."""
-        if self.saved or not self.supply.complete:
+        """The values of this moment, on disk; after the run's last merge they are the final ones.
+
+        Not those of a restart that has not heard its learners yet: they may hold newer ones.
+        """
+        if self.saved or self._restart is not None or not self.supply.complete:
             return
         if self.rounds.phase == "saving":
             self.state.settle()
         if warning := self.supply.settle({who: row.tokens_trained for who, row in self.ledger.accounts.items()}):
             self._tape.warn(warning)
-        path = self._saver.write_now(self._facts())
+        path = self._saver.write_now(self._facts(), self._tape)
         self.saved = True
         self._tape.write("checkpoint", durable=True, path=f"{path.parent.name}/{path.name}")
 

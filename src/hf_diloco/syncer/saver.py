@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -14,8 +15,10 @@ from hf_diloco.syncer.run_directory import RunDirectory
 from hf_diloco.syncer.saved_run import Facts, save_run
 from hf_diloco.syncer.state import GlobalState
 from hf_diloco.syncer.supply import Supply
+from hf_diloco.syncer.tape import Tape
 
 _RETRY_SECONDS = 10.0
+_FINAL_RETRY_SECONDS = 1.0
 
 
 class Saver:
@@ -68,22 +71,31 @@ class Saver:
         if isinstance(result, Exception):
             self.due_at = time.monotonic() + min(_RETRY_SECONDS, self._terms.config.checkpoint_every_seconds)
             raise result
-        self.due_at = time.monotonic() + self._terms.config.checkpoint_every_seconds
+        if result.parent == self._directory.checkpoints:  # a syncer that dies does not go on from the others
+            self.due_at = time.monotonic() + self._terms.config.checkpoint_every_seconds
         self._earlier = result
         return result
 
-    def write_now(self, facts: Facts) -> Path:
-        """Write one and wait for it, as at the end of the run.
+    def write_now(self, facts: Facts, tape: Tape) -> Path:
+        """Write one and wait for it, as at the end of the run. A full disk holds the syncer up until there is room.
 
         Raises:
-            DiLoCoError: it could not be written.
+            DiLoCoError: it could not be written, and the run is to be stopped.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-            while not self._results.empty():
-                self._results.get()
-        return self._write(facts)
+        with contextlib.suppress(DiLoCoError):  # what is under way is superseded
+            self.result(wait=True)
+        said = False
+        while True:
+            try:
+                self._earlier = self._write(facts)
+                return self._earlier
+            except DiLoCoError as error:
+                if tape.stopping.is_set():
+                    raise
+                if not said:
+                    tape.warn(f"{error} It is tried again until it is written; learners wait.")
+                said = True
+                tape.stopping.wait(_FINAL_RETRY_SECONDS)
 
     def _work(self, facts: Facts) -> None:
         try:

@@ -39,7 +39,7 @@ class Tape:
     """
 
     def __init__(self, path: Path, stopping: threading.Event | None = None) -> None:
-        self._path, self._stopping = path, stopping or threading.Event()
+        self._path, self.stopping = path, stopping or threading.Event()
         try:
             self._file = path.open("ab", buffering=0)
             self.size_bytes = _cut_torn_line(path)
@@ -64,7 +64,7 @@ class Tape:
                 self._append(line.encode(), durable=durable)
                 return
             except OSError as error:
-                if self._stopping.is_set():
+                if self.stopping.is_set():
                     raise DiLoCoError(f"the event tape {self._path} cannot be written: {error}") from error
                 if time.monotonic() - said_at >= _SAY_EVERY_SECONDS:
                     said_at = time.monotonic()
@@ -72,7 +72,7 @@ class Tape:
                         "[syncer] the event tape %s cannot be written: %s. Learners train on; merges wait until there "
                         "is room.", self._path, error,
                     )  # fmt: skip
-                self._stopping.wait(_RETRY_SECONDS)
+                self.stopping.wait(_RETRY_SECONDS)
 
     def warn(self, text: str, learner_ids: Sequence[int] = ()) -> None:
         """Say in the log and on the tape what is wrong, with these learners; `hf-diloco launch` shows it."""
