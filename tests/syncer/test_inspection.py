@@ -33,6 +33,8 @@ def inspector():
         ({"size": 9}, "36"),
         ({"scale": float("inf")}, "infinite"),
         ({"scale": float("nan")}, "NaN"),
+        ({"scale": 3e38}, "norm of inf"),
+        ({"scale": 1e18}, "norm of 2.83e+18"),
     ],
 )
 def test_what_is_malformed_is_refused(inspector, change, says):
@@ -61,3 +63,14 @@ def test_the_bound_follows_a_run_that_changes(inspector):
     assert inspect(inspector, scale=6e-4) is None  # somebody's updates are as ever: the others stay refused
     refused = [inspect(inspector, scale=1e6) is not None for _ in range(9)]
     assert refused == [True] * 8 + [False]  # nobody's are: this is what updates are like now
+
+
+def test_bounds_outlive_the_inspector(inspector):
+    for number in range(40):
+        assert inspect(inspector, scale=number + 1.0) is None
+    heir = Inspector(FragmentLayout.build({"a": (8,), "b": (8,)}, 2))
+    heir.restore(inspector.norms[:1], [[], [1.0] * 8])
+    assert heir.norms == [inspector.norms[0], [1.0] * 8]
+    assert len(heir.norms[0]) == 32
+    assert "times the usual" in inspect(heir, scale=1e6)
+    assert "times the usual" in inspect(heir, scale=1e6, fragment_index=1)

@@ -150,6 +150,23 @@ def test_a_learner_whose_updates_are_refused_starts_over(tmp_path: Path, factor:
     assert torch.equal(parameters(world.models[0]), parameters(world.models[1]))
 
 
+@pytest.mark.parametrize("wire_format", ["bf16", "int8"])
+def test_a_first_update_near_the_end_of_fp32_is_refused(tmp_path: Path, wire_format: str) -> None:
+    world = World(tmp_path, expected_learners=2, num_fragments=2, sync_every=4, wire_format=wire_format)
+
+    def spoil() -> None:
+        with torch.no_grad():
+            for parameter in world.models[1].parameters() if not world.tape("refusal") else ():
+                parameter.fill_(3e38)
+
+    world.start(train, world, 0)
+    world.start(train, world, 1, at=dict.fromkeys(range(1, 60), spoil))
+    world.join()
+    assert "norm of inf" in world.tape("refusal")[0]["reason"]
+    assert float(parameters(world.models[0]).norm()) < 100
+    assert torch.equal(parameters(world.models[0]), parameters(world.models[1]))
+
+
 @pytest.mark.parametrize("num_others", [0, 1])
 def test_a_learner_that_takes_leave_has_all_it_did_merged(tmp_path: Path, num_others: int) -> None:
     world = World(tmp_path, expected_learners=1 + num_others, num_fragments=3, sync_every=60)

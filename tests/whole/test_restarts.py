@@ -150,6 +150,40 @@ def test_a_killed_syncer_goes_on(tmp_path: Path, on_arrival: str, seed: int) -> 
             assert row["tokens_merged"] + row["tokens_overwritten"] == pytest.approx(row["tokens_trained"], abs=1), row
 
 
+@pytest.mark.parametrize("checkpoint_every_seconds", [0.05, 1000.0])
+def test_a_syncer_that_was_restarted_still_knows_what_is_absurd(
+    tmp_path: Path, checkpoint_every_seconds: float
+) -> None:
+    """From its checkpoint, or from what the tape says of the merges after that."""
+    world = RestartWorld(
+        tmp_path, expected_learners=2, num_fragments=2, sync_every=4, checkpoint_every_seconds=checkpoint_every_seconds
+    )
+    restarted, poisoned = threading.Event(), threading.Event()
+
+    def poison() -> None:
+        if restarted.is_set() and not poisoned.is_set():
+            poisoned.set()
+            with torch.no_grad():
+                for parameter in world.models[1].parameters():
+                    parameter.mul_(1e6)
+
+    def largest_norm() -> float:
+        return max(update["norm"] for line in world.tape("round") for update in line["participants"])
+
+    world.start(train, world, 0, steps=10_000, ends=False)
+    world.start(train, world, 1, steps=10_000, ends=False, at=dict.fromkeys(range(1, 10_000), poison))
+    wait_for_merges(world, 30)
+    world.kill_syncer()
+    world.restart_syncer()
+    restarted.set()
+    while not world.tape("refusal") and largest_norm() < 1e3:
+        threading.Event().wait(0.005)
+    world.syncer.stop()
+    world.join()
+    assert "times the usual" in world.tape("refusal")[0]["reason"]
+    assert largest_norm() < 1e3
+
+
 def test_what_nobody_had_applied_is_merged_again(tmp_path: Path) -> None:
     """The syncer dies after a merge is on the tape, before anybody has it: its updates are still in the learners."""
     world = RestartWorld(tmp_path, expected_learners=1, num_fragments=2, sync_every=4, checkpoint_every_seconds=1000.0)

@@ -82,6 +82,14 @@ class History:
         self.known_learners, self.outer_step = set(), outer_step
         self.final = self.all_left = self.finished = False
 
+    @property
+    def norms(self) -> list[list[float]]:
+        """Of each fragment the norms per inner step of the updates that were merged."""
+        return [
+            [update["norm"] / update["steps"] for made in chain.values() for update in made.participants]
+            for chain in self.made
+        ]
+
     def digest(self, fragment_index: int, version: Version) -> str:
         """Of a value that the tape knows."""
         return self.made[fragment_index][version].digest

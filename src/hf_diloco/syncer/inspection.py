@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from hf_diloco.errors import MessageError
 _WINDOW = 32  # accepted updates of a fragment that its bound is taken from
 _FEWEST = 8  # before so many there is no bound
 _TIMES_MEDIAN = 100.0  # the bound; a learning rate that warms up or restarts stays well below
+_LARGEST_NORM = 1e18  # of any update: squares and outer steps of that size are far from the end of fp32, 3e38
 _NEW_NORMAL = 8  # refusals of a fragment in a row, none accepted: not a broken learner, the run has changed
 
 
@@ -24,7 +26,8 @@ class Inspector:
     """Judges updates one by one.
 
     The bound is on the norm per inner step: 100 times the median of the last accepted ones of the same fragment. It
-    is meant for what breaks a run at once (a diverged or corrupted learner), not for what is merely poor.
+    is meant for what breaks a run at once (a diverged or corrupted learner), not for what is merely poor. A norm of
+    more than 1e18 is refused from the first update on: the global parameters could overflow.
 
     Args:
         layout: how the parameters are split.
@@ -49,9 +52,23 @@ class Inspector:
             return None, str(error)
         if not bool(torch.isfinite(shipped).all()):
             return None, "it holds NaN or infinite values"
-        if objection := self._judge_norm(message.fragment_index, float(shipped.norm()) / message.steps):
+        norm = float(shipped.norm())
+        if not norm <= _LARGEST_NORM:
+            return None, f"its norm of {norm:.3g} could make the global parameters infinite"
+        if objection := self._judge_norm(message.fragment_index, norm / message.steps):
             return None, objection
         return shipped, None
+
+    @property
+    def norms(self) -> list[list[float]]:
+        """What the bounds are taken from: of each fragment the norms per inner step of the last accepted updates."""
+        return [list(norms) for norms in self._norms]
+
+    def restore(self, *earlier: Sequence[Sequence[float]]) -> None:
+        """Go on with the bounds of an earlier inspector; the oldest :attr:`norms` first."""
+        for norms in earlier:
+            for own, given in zip(self._norms, norms, strict=False):
+                own.extend(given)
 
     def _judge_norm(self, fragment_index: int, norm_per_step: float) -> str | None:
         norms = self._norms[fragment_index]

@@ -83,6 +83,7 @@ class Run:
     def _resume(self, saved: SavedRun, history: History) -> Restart:
         self.supply.restore(saved.constants, saved.checkpoint.files, saved.facts.running_statistics)
         self.ledger.restore(saved.facts)
+        self._updates.inspector.restore(saved.facts.norms, history.norms)
         self._known = set(history.known_learners)
         self._shards = Shards(self._links, self._tape, saved.facts.shard_passes)
         self.rounds.outer_step = history.outer_step
@@ -356,6 +357,7 @@ class Run:
             final=self.rounds.phase == "saving",
             shard_passes=self._shards.num_passes,
             running_statistics=sorted(self.supply.running),
+            norms=self._updates.inspector.norms,
         )
 
     def save(self) -> None:

@@ -46,6 +46,7 @@ class Facts:
     final: bool = False  # these are the values that the run ends with
     shard_passes: list[int] = field(default_factory=list)  # times that each shard was read to its end
     running_statistics: list[str] = field(default_factory=list)  # constants that are, as the run began
+    norms: list[list[float]] = field(default_factory=list)  # of each fragment's last updates, per inner step
 
 
 def save_run(

@@ -50,7 +50,7 @@ class Updates:
     ) -> None:
         self._state, self._links, self._tape, self._ledger = state, links, tape, ledger
         self._outer_step = outer_step
-        self._inspector = Inspector(state.layout)
+        self.inspector = Inspector(state.layout)
         self._refused_in_a_row: dict[int, int] = {}  # by learner
         self._arrived: tuple[ms.Update, Tensor | None, int] | None = None  # being handled: decoded, and bytes it took
         self._collected: dict[ms.RoundId, _Collected] = {}
@@ -65,7 +65,7 @@ class Updates:
             raise MessageError(f"an update cannot have {message.steps} steps and {message.tokens} tokens")
         refused, shipped = None, None
         if message.steps > 0:
-            shipped, refused = self._inspector.inspect(message, payload)
+            shipped, refused = self.inspector.inspect(message, payload)
         if refused:
             self._refuse(learner_id, message, refused)
         elif message.steps > 0:
