@@ -190,6 +190,51 @@ def test_a_released_learner_that_says_nothing_is_not_waited_for_long():
     assert syncer.rounds.done(10.0)
 
 
+@pytest.mark.parametrize("has_trained", [True, False])
+def test_a_learner_that_hangs_does_not_hold_up_the_end_for_ever(has_trained):
+    syncer = Syncer(2, finish_wait_seconds=60, linger_seconds=0)
+    if not has_trained:
+        syncer.join(1, incarnation="b").heal(1)
+    syncer.now = 40.0
+    syncer.step(0, 20, finished=True)
+    assert syncer.tick(100.0).rounds.phase == "draining"
+    drain(syncer, 0)
+    syncer.now = 110.0
+    syncer.tell(ev.Saved()).lose(0, for_good=True)
+    assert syncer.wakes_at == 170.0
+    assert not syncer.rounds.settled(169.9)
+    assert syncer.rounds.settled(170.0)
+    assert syncer.rounds.done(170.0)
+
+
+def test_one_that_hung_and_comes_back_with_what_it_had_gets_the_final_values():
+    syncer = Syncer(2, finish_wait_seconds=60, link_timeout_seconds=10)
+    held = tuple(syncer.rounds.current)
+    syncer.lose(1)
+    syncer.now = 40.0
+    syncer.step(0, 20, finished=True)
+    drain(syncer, 0)
+    syncer.tell(ev.Saved()).lose(0, for_good=True)
+    assert syncer.rounds.done(100.0)
+    syncer.now = 101.0
+    assert not syncer.join(1, held=held).rounds.done(160.9)
+    assert syncer.wakes_at == 161.0
+    assert syncer.acknowledge(1).got(ev.Release) == [ev.Release(learner_id=1)]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_who_does_not_hang_is_waited_for_until_it_has_the_final_values(finished):
+    syncer = Syncer(2, finish_wait_seconds=60)
+    syncer.now = 40.0
+    syncer.step(0, 20, finished=True)
+    syncer.tick(100.0)
+    drain(syncer, 0)
+    syncer.tell(ev.Saved()).lose(0, for_good=True)
+    syncer.now = 159.0
+    syncer.step(1, 10, finished=finished)
+    assert not syncer.rounds.settled(160.0)
+
+
 def test_a_lost_release_is_said_again():
     syncer = Syncer(1)
     syncer.step(0, 20, finished=True)

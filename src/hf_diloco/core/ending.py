@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_diloco.core import events as ev
-from hf_diloco.core.members import Members
+from hf_diloco.core.members import Member, Members
 from hf_diloco.core.messages import Version
 from hf_diloco.core.pace import RoundsConfig
 
@@ -23,6 +23,7 @@ class Ending:
         self.phase = phase
         self._config, self._members = config, members
         self._finish_at: float | None = None  # when those who still train are told to stop
+        self._saved_at = 0.0  # when the final values were on disk
         self._lingers_until = 0.0  # for learners that come late
 
     def stop_stragglers(self, now: float) -> list[ev.Action]:
@@ -67,7 +68,8 @@ class Ending:
     def saved(self, now: float) -> None:
         """The final values are on disk."""
         if self.phase == "saving":
-            self.phase, self._lingers_until = "finished", now + self._config.linger_seconds
+            self.phase, self._saved_at = "finished", now
+            self._lingers_until = now + self._config.linger_seconds
 
     def release(self, current: Sequence[Version], now: float) -> list[ev.Action]:
         """Let those go who hold the final values (``current``), once these are on disk."""
@@ -82,7 +84,7 @@ class Ending:
         return actions
 
     def settled(self, now: float) -> bool:
-        """The final values are saved, and every learner has them, took leave, or is away for too long."""
+        """The final values are saved, and every learner has them, took leave, or is away or hangs for too long."""
         if self.phase != "finished":
             return False
         timeout = self._config.link_timeout_seconds
@@ -90,8 +92,13 @@ class Ending:
             member.left
             or (member.released and now - member.released_at >= timeout)
             or (not member.linked and now - member.absent_since >= timeout)  # its release may have been lost
+            or (member.hangs(now) and now >= self._waits_until(member))
             for member in self._members.values()
         )
+
+    def _waits_until(self, member: Member) -> float:
+        """How long a learner has to take the final values if its training hangs."""
+        return max(self._saved_at, member.linked_at) + self._config.finish_wait_seconds
 
     def done(self, now: float) -> bool:
         """It is settled, and learners that come late have had their time."""
@@ -100,5 +107,6 @@ class Ending:
     def deadlines(self) -> list[float]:
         """When those who still train are told to stop; when nobody is expected any more."""
         if self.phase == "finished":
-            return [self._lingers_until]
+            linked = [member for member in self._members.values() if member.linked and not member.released]
+            return [self._lingers_until, *(self._waits_until(member) for member in linked)]
         return [self._finish_at] if self._finish_at is not None and self.phase == "training" else []

@@ -34,6 +34,7 @@ class Member:
     fragments: list[HeldFragment]
     linked: bool = True
     left: bool = False  # took leave for good
+    linked_at: float = 0.0  # when its link was last up anew
     absent_since: float = 0.0  # when it was last seen to go, if not linked
     training: bool = False  # the start gate was opened for it
     stop_sent: bool = False
@@ -65,6 +66,11 @@ class Member:
             return False
         idle_at = self.idle_at()
         return self.finished or bool(self.to_merge) or (idle_at is not None and now < idle_at)
+
+    def hangs(self, now: float) -> bool:
+        """Its link is up and it holds a model, but it neither makes steps nor waits at its end or to leave."""
+        waits = self.finished or self.to_merge or self.released
+        return self.linked and self.healed and not waits and not self.present(now)
 
     def may_be_asked(self, fragment_index: int) -> bool:
         """It has applied every version of this fragment that merged it."""

@@ -91,7 +91,7 @@ class Rounds:
         return max(self._pace.steps_between_merges.get(float(self.config.sync_every)), 1.0)
 
     def settled(self, now: float) -> bool:
-        """The final values are saved, and every learner has them, took leave, or is away for too long."""
+        """The final values are saved, and every learner has them, took leave, or is away or hangs for too long."""
         return self._ending.settled(now)
 
     def done(self, now: float) -> bool:
@@ -113,6 +113,7 @@ class Rounds:
         if self._supplier == event.learner_id:
             self._supplier = None  # what it had sent of the values went down with the old link
         member.linked, member.stop_sent, member.released = True, False, False
+        member.linked_at = now
         member.to_merge.clear()  # a leaving learner says so again on its new link
         member.global_step = max(member.global_step, event.global_step)
         self.started = self.started or event.global_step > 0  # before the syncer died
