@@ -96,7 +96,8 @@ class SyncerConfig:
             _require(self, name, getattr(self, name) >= 1, "at least 1")
         for name in ("total_steps", "num_shards", "save_every"):
             _require(self, name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
-        for name in ("start_timeout_seconds", "max_grace_seconds", "finish_wait_seconds", "linger_seconds"):
+        _require(self, "start_timeout_seconds", 0 <= self.start_timeout_seconds < math.inf, "at least 0, and finite")
+        for name in ("max_grace_seconds", "finish_wait_seconds", "linger_seconds"):
             _require(self, name, getattr(self, name) >= 0, "at least 0")
         for name in ("link_timeout_seconds", "checkpoint_every_seconds"):
             _require(self, name, getattr(self, name) > 0, "above 0")

@@ -143,6 +143,7 @@ def test_wrong_use_is_said_and_exits_with_2(hf_diloco, tmp_path, monkeypatch, wo
         (["--listen", "203.0.113.1:0"], "cannot listen at 203.0.113.1"),
         (["--listen", "127.0.0.1:0", "--outer-lr", "-1"], "outer_lr"),
         (["--listen", "127.0.0.1:0", "--outer-lr", "inf"], "outer_lr"),
+        (["--listen", "127.0.0.1:0", "--start-timeout-seconds", "inf"], "start_timeout_seconds"),
     ],
 )
 def test_a_first_start_that_fails_leaves_nothing(hf_diloco, untouched_process, tmp_path, words, said):
