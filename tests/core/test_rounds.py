@@ -97,6 +97,7 @@ def test_a_late_answer_enters_no_round_and_its_sender_is_told():
     assert syncer.answer(0, round).got(ev.MergeRound)
     (rejected,) = syncer.answer(1, round).got(ev.RejectUpdate)
     assert (rejected.learner_id, rejected.round, rejected.fragment_index) == (1, round, 0)
+    assert not rejected.refused
     syncer.merge_all()
     (rejected,) = syncer.answer(1, round).got(ev.RejectUpdate)
     assert not syncer.got(ev.AcceptUpdate)
@@ -104,8 +105,8 @@ def test_a_late_answer_enters_no_round_and_its_sender_is_told():
 
 def test_a_refused_update_is_an_answer_without_weight():
     syncer, round = at_first_round(2)
-    syncer.answer(0, round, refused=True)
-    assert syncer.got(ev.RejectUpdate)
+    (rejected,) = syncer.answer(0, round, refused=True).got(ev.RejectUpdate)
+    assert rejected.refused
     assert not syncer.got(ev.AcceptUpdate)
     (merge,) = syncer.answer(1, round).got(ev.MergeRound)
     assert [who for who, _ in merge.participants] == [1]

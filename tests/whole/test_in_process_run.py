@@ -126,7 +126,7 @@ def test_one_learner_alone_is_plain_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("factor", "says"), [(float("nan"), "NaN"), (1e6, "times the usual")])
 def test_a_learner_whose_updates_are_refused_starts_over(tmp_path: Path, factor: float, says: str) -> None:
     """Its model breaks in mid-run: what the others have is never touched by it, and it is merged again later."""
-    world = World(tmp_path, expected_learners=2, num_fragments=2, sync_every=4)
+    world = World(tmp_path, expected_learners=2, min_quorum=2, num_fragments=2, sync_every=4)  # rounds wait for both
 
     def poison() -> None:
         with torch.no_grad():
@@ -141,6 +141,7 @@ def test_a_learner_whose_updates_are_refused_starts_over(tmp_path: Path, factor:
     assert [line["start_over"] for line in refusals].count(True) >= 1
     row = world.accounts()[1]
     assert row["updates_refused"] == len(refusals) >= 3
+    assert row["updates_late"] == 0
     assert row["tokens_overwritten"] > 0
     last_refusal = refusals[-1]["seconds"]
     later = [line for line in world.tape("round") if line["seconds"] > last_refusal]

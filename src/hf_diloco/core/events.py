@@ -158,6 +158,7 @@ class RejectUpdate:
     round: RoundId
     fragment_index: int
     reason: str
+    refused: bool  # as the event said: not for coming late
 
 
 @dataclass(frozen=True, kw_only=True)

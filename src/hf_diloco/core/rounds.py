@@ -198,7 +198,11 @@ class Rounds:
     def _reject(self, event: ev.Answered, reason: str) -> None:
         self._actions.append(
             ev.RejectUpdate(
-                learner_id=event.learner_id, round=event.round, fragment_index=event.fragment_index, reason=reason
+                learner_id=event.learner_id,
+                round=event.round,
+                fragment_index=event.fragment_index,
+                reason=reason,
+                refused=event.refused,
             )
         )
 

@@ -228,7 +228,7 @@ class Run:
         elif isinstance(action, ev.AcceptUpdate):
             self._updates.accept(action)
         elif isinstance(action, ev.RejectUpdate):
-            self.ledger.account(action.learner_id).num_late += 1
+            self.ledger.account(action.learner_id).num_late += not action.refused
             logger.debug("[syncer] update of learner %d not merged: %s", action.learner_id, action.reason)
             closed = ms.RoundClosed(round=action.round, fragment_index=action.fragment_index)
             self._links.send([action.learner_id], closed)
