@@ -201,10 +201,10 @@ def test_a_learner_that_hangs_does_not_hold_up_the_end_for_ever(has_trained):
     drain(syncer, 0)
     syncer.now = 110.0
     syncer.tell(ev.Saved()).lose(0, for_good=True)
-    assert syncer.wakes_at == 170.0
-    assert not syncer.rounds.settled(169.9)
-    assert syncer.rounds.settled(170.0)
-    assert syncer.rounds.done(170.0)
+    assert syncer.wakes_at == 710.0
+    assert not syncer.rounds.settled(709.9)
+    assert syncer.rounds.settled(710.0)
+    assert syncer.rounds.done(710.0)
 
 
 def test_one_that_hung_and_comes_back_with_what_it_had_gets_the_final_values():
@@ -217,8 +217,8 @@ def test_one_that_hung_and_comes_back_with_what_it_had_gets_the_final_values():
     syncer.tell(ev.Saved()).lose(0, for_good=True)
     assert syncer.rounds.done(100.0)
     syncer.now = 101.0
-    assert not syncer.join(1, held=held).rounds.done(160.9)
-    assert syncer.wakes_at == 161.0
+    assert not syncer.join(1, held=held).rounds.done(700.9)
+    assert syncer.wakes_at == 701.0
     assert syncer.acknowledge(1).got(ev.Release) == [ev.Release(learner_id=1)]
 
 
@@ -230,9 +230,9 @@ def test_who_does_not_hang_is_waited_for_until_it_has_the_final_values(finished)
     syncer.tick(100.0)
     drain(syncer, 0)
     syncer.tell(ev.Saved()).lose(0, for_good=True)
-    syncer.now = 159.0
+    syncer.now = 699.0
     syncer.step(1, 10, finished=finished)
-    assert not syncer.rounds.settled(160.0)
+    assert not syncer.rounds.settled(700.0)
 
 
 def test_a_lost_release_is_said_again():

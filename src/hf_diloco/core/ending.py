@@ -9,6 +9,8 @@ from hf_diloco.core.members import Member, Members
 from hf_diloco.core.messages import Version
 from hf_diloco.core.pace import RoundsConfig
 
+_LONG_PAUSE_SECONDS = 600.0  # an evaluation may take that long; a learner whose training hangs comes never
+
 
 class Ending:
     """Where the run is on the way to its end.
@@ -98,7 +100,7 @@ class Ending:
 
     def _waits_until(self, member: Member) -> float:
         """How long a learner has to take the final values if its training hangs."""
-        return max(self._saved_at, member.linked_at) + self._config.finish_wait_seconds
+        return max(self._saved_at, member.linked_at) + max(self._config.finish_wait_seconds, _LONG_PAUSE_SECONDS)
 
     def done(self, now: float) -> bool:
         """It is settled, and learners that come late have had their time."""

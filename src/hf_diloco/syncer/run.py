@@ -361,10 +361,7 @@ class Run:
         )
 
     def save(self) -> None:
-        """The values of this moment, on disk; after the run's last merge they are the final ones.
-
-        Not those of a restart that has not heard its learners yet: they may hold newer ones.
-        """
+        """The values of this moment, on disk, final ones at the end; not before the learners of a restart are heard."""
         if self.saved or self._restart is not None or not self.supply.complete:
             return
         if self.rounds.phase == "saving":
