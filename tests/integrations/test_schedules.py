@@ -62,6 +62,9 @@ def test_epochs_of_another_length_than_the_runs_are_warned_of(tmp_path, scripted
 
 @pytest.mark.parametrize("make", [
     lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=24),
+    lambda opt: torch.optim.lr_scheduler.ChainedScheduler([
+        torch.optim.lr_scheduler.ConstantLR(opt, 0.1, 10), torch.optim.lr_scheduler.ExponentialLR(opt, 0.9),
+    ]),
     lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=1e-2, total_steps=25),
     lambda opt: torch.optim.lr_scheduler.SequentialLR(
         opt,

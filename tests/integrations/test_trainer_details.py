@@ -2,6 +2,7 @@
 
 import json
 import threading
+import uuid
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,26 @@ def test_training_again_after(run, error):
     assert trainer.state.global_step < 20, "its own count began anew, the run's did not"
     assert holds_the_runs_model(trainer, run)
     assert run.syncer.status()["outer_step"] == 20
+
+
+def test_a_cell_that_makes_the_trainer_and_raised_is_run_again(run):
+    """While the exception, which a notebook keeps, holds the first Trainer."""
+    run = run()
+    run.thread.start()
+
+    def trainer(*callbacks):
+        link = DiLoCoCallback(plugin(0), link=lambda: run.hub.connect(0, uuid.uuid4().hex))
+        return make_trainer(run.path, link, *callbacks, max_steps=20)
+
+    with pytest.raises(ValueError, match="a mistake") as kept:
+        trainer(Raises(ValueError("a mistake"))).train()
+    again = trainer()
+    again.train()
+    run.thread.join(SECONDS)
+    assert not run.thread.is_alive()
+    assert kept.tb is not None
+    assert len(run.lines("join")) == 2
+    assert holds_the_runs_model(again, run)
 
 
 def test_training_in_one_run_and_then_in_another(run, tmp_path):

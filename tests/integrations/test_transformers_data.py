@@ -188,6 +188,11 @@ def test_a_resumed_pass_has_the_order_that_it_had(run):
     with pytest.raises(RuntimeError, match="killed"):
         first.train()
     callback(first)._end()
+    dies_again, _ = parts.reader(0, When(17, die), max_steps=400, save_strategy="no")
+    with pytest.raises(RuntimeError, match="killed"):
+        dies_again.train(resume_from_checkpoint=f"{again.args.output_dir}/checkpoint-15")
+    callback(dies_again)._end()
+    assert not dies_again.args.ignore_data_skip, "as the user gave it"
     again.train(resume_from_checkpoint=f"{again.args.output_dir}/checkpoint-15")
     parts.thread.join(60)
     assert first_read[:15] + again_read == read

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -84,7 +85,7 @@ class Membership:
         is_training: Callable[[FrameType | None], bool],
     ) -> None:
         _check_alone(plugin)
-        self._is_training = is_training
+        self._is_training, self._thread = is_training, threading.get_ident()
         self.preemption = Preemption(is_training)
         self.has_ended = False  # the rest of the loop needs no more of the learner
         self.holds_global = False  # ... because the model holds the final global values
@@ -258,7 +259,10 @@ def _check_alone(plugin: DiLoCoPlugin) -> None:
     frame: FrameType | None = sys._getframe()
     while frame is not None and not other._is_training(frame):  # by each: a Trainer may be at work above another one
         frame = frame.f_back
-    if frame is not None:  # else it raised without a word
+    if frame is None:  # it raised without a word, and what it was in may be kept: by a notebook, with the exception
+        if other._thread == threading.get_ident():
+            other.end()
+    else:
         raise ConfigError(
             f"this process is learner {plugin.learner_id} of the run at {plugin.syncer} already, and a run merges one "
             "model. Put several models into one module whose forward calls them, with one optimizer of all parameters. "

@@ -8,7 +8,7 @@ from typing import Any
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from hf_diloco.errors import DiLoCoWarning
 
@@ -31,7 +31,7 @@ def follow(scheduler: Any, global_step: int) -> None:
             scheduler.last_epoch = to_make - 1
             scheduler.step()
         else:
-            while scheduler.last_epoch < to_make:  # each value is made from the one before
+            for _ in range(has_made, to_make):  # each value is made from the one before
                 scheduler.step()
 
 
@@ -69,6 +69,8 @@ def num_steps(scheduler: Any) -> int | None:
     scheduler = _unwrap(scheduler)[0]
     if _is_deepspeeds_own(scheduler):
         return int(scheduler.last_batch_iteration) + 1
+    if isinstance(scheduler, ChainedScheduler):  # it has no count of its own; all that are in it step together
+        return num_steps(scheduler._schedulers[0])
     is_of_steps = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
     return scheduler.last_epoch if is_of_steps else None
 

@@ -73,11 +73,16 @@ class ShardPosition:
             if state.global_step == self._skipping_from:
                 # The checkpoint was of the pass's last step; that no batch was left, Trainer took for the end of all.
                 control.should_training_stop = False
-            self._args.ignore_data_skip, self._skipping_from = self._ignored_data_skip, None
+            self.end()
         if not control.should_training_stop:
             member.end_pass()
             self._epoch += 1
             self._note(state.global_step)
+
+    def end(self) -> None:
+        """The training has ended, perhaps in the midst of a resumed pass: the arguments are the user's again."""
+        if self._skipping_from is not None:
+            self._args.ignore_data_skip, self._skipping_from = self._ignored_data_skip, None
 
     def _note(self, pass_from: int) -> None:
         self._saved[_SHARD] = {"shard": self._lease.shard, "pass_from": pass_from, "epoch": self._epoch}

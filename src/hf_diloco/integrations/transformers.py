@@ -324,6 +324,8 @@ class DiLoCoCallback(TrainerCallback):
 
     def _end(self) -> None:
         """End the membership, if there is one. Idempotent."""
+        if self._position is not None:
+            self._position.end()
         if self._membership is not None:
             self._membership.end()
             self._ended_with_global = self._membership.holds_global
