@@ -234,8 +234,7 @@ def check_world(world: World, faults: list[tuple[float, str, int, float]]) -> No
     left = world.rounds.started and members and all(member.left for member in members)
     assert world.done or not (alive or left), world.describe()
     released = {who for who, member in world.rounds.members.items() if member.released or member.left}
-    hung = {who for who, member in world.rounds.members.items() if member.hangs(world.now)}
-    assert all(learner.learner_id in released | hung or not learner.linked for learner in alive), world.describe()
+    assert all(learner.learner_id in released or not learner.linked for learner in alive), world.describe()
     check_conservation(world, hit={learner_id for _, kind, learner_id, _ in faults if kind != "kill"})
     held_up = sum(min(seconds, 30.0) for _, kind, _, seconds in faults if kind in ("stop", "hang"))
     held_up += sum(world.config.link_timeout_seconds for _, kind, _, _ in faults if kind == "silent cut")
