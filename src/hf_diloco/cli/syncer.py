@@ -19,7 +19,7 @@ from rich.console import Console
 from hf_diloco.cli.settings import with_settings
 from hf_diloco.cli.table import Display
 from hf_diloco.config import SyncerConfig, config_from_dict
-from hf_diloco.errors import ConfigError
+from hf_diloco.errors import ConfigError, DiLoCoWarning
 from hf_diloco.syncer.run_directory import RunDirectory
 
 _REFRESH_SECONDS = 0.5
@@ -120,7 +120,10 @@ def _serve(
         with warnings.catch_warnings(record=True) as caught:
             export_model(*service.model(), directory.model, service.model_facts())
         for warning in caught:
-            service.warn(str(warning.message))
+            if issubclass(warning.category, DiLoCoWarning):
+                service.warn(str(warning.message))
+            else:  # of a library: for the log
+                warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
         display.message(f"The global model is in {directory.model}")
         if config.linger_seconds and not service.stopping:
             display.message(

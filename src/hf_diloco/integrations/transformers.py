@@ -323,7 +323,7 @@ class DiLoCoCallback(TrainerCallback):
         member.preemption.exit()
 
     def _end(self) -> None:
-        """End the membership, if there is one. Idempotent."""
+        """End the membership, if there is one, and give the arguments back. Idempotent."""
         if self._position is not None:
             self._position.end()
         if self._membership is not None:
